@@ -1,0 +1,260 @@
+"""Model inversion: attackers that reconstruct x from what was sent, and the metrics that say how well.
+
+Threat model. The attacker owns the encoder (weights and buffers) and knows the channel: z' = wire(z + n) with fresh noise
+n ~ N(0, σ²I) on every look and whatever a defence does on the wire. It has images of its own: the victim's training
+images (`train`, the worst case) or images the victim never saw (`aux`). It never touches the victim's weights.
+
+    decoder   a residual network D trained to minimise ‖D(z') − x‖²; the strongest of its epochs on a split of the
+              attacker's own images (`stop`) is kept
+
+Reported images are in no attacker's training or stopping data: `test` are the data set's own test images, `train` are
+images the victim was trained on and the attacker was not (`members`).
+
+Metrics, for pixels in [0, 1] and batches [N, 3, H, W]:
+    MSE    mean over all pixels              NMSE  MSE / variance of the reported pixels
+    PSNR   10 log10(1 / MSE) of that MSE     SSIM  11x11 Gaussian window, σ 1.5, borders it does not cover left out
+"""
+
+import copy
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from cem import channel
+from data import Images, batches, to_float
+from report import UserError
+
+ATTACKER_SEED = 7919  # keeps the attackers' random numbers apart from the victim's and from any proxy's
+MEMBERS_SHARE, MEMBERS_MAX = 0.1, 1000  # training images kept back from the attacker, to be reported as `train`
+STOP_SHARE, STOP_MAX = 0.1, 1000
+EVAL_BATCH = 500
+SSIM_WINDOW, SSIM_SIGMA = 11, 1.5
+SSIM_C1, SSIM_C2 = 0.01 ** 2, 0.03 ** 2
+
+
+# ------------------------------------------------------------------------------------------------ metrics
+
+def mse(a, b):
+    return (a - b).square().mean()
+
+
+def psnr(a, b):
+    # PSNR = 10 log10(1 / MSE), pixels in [0, 1]
+    return -10 * torch.log10(mse(a, b))
+
+
+def ssim(a, b):
+    """Mean over images, channels and all places where the window fits."""
+    if min(a.shape[-2:]) < SSIM_WINDOW:
+        raise ValueError(f"SSIM needs images of at least {SSIM_WINDOW}x{SSIM_WINDOW} pixels, not {tuple(a.shape[-2:])}.")
+    t = torch.arange(SSIM_WINDOW, dtype=a.dtype, device=a.device) - SSIM_WINDOW // 2
+    g = torch.exp(-t.square() / (2 * SSIM_SIGMA ** 2))
+    g = g / g.sum()
+
+    def blur(x):  # Gaussian-weighted local mean, separably: [N·3, 1, H, W] -> [N·3, 1, H-10, W-10]
+        return F.conv2d(F.conv2d(x, g.view(1, 1, -1, 1)), g.view(1, 1, 1, -1))
+
+    a, b = (x.reshape(-1, 1, *x.shape[-2:]) for x in (a, b))
+    mu_a, mu_b = blur(a), blur(b)
+    var_a, var_b, cov = blur(a * a) - mu_a ** 2, blur(b * b) - mu_b ** 2, blur(a * b) - mu_a * mu_b
+    # SSIM = (2 μ_a μ_b + c1)(2 σ_ab + c2) / ((μ_a² + μ_b² + c1)(σ_a² + σ_b² + c2))
+    return ((2 * mu_a * mu_b + SSIM_C1) * (2 * cov + SSIM_C2)
+            / ((mu_a ** 2 + mu_b ** 2 + SSIM_C1) * (var_a + var_b + SSIM_C2))).mean()
+
+
+def metrics(original, reconstruction):
+    """-> {mse, nmse, psnr, ssim} as floats, computed in double precision batch by batch."""
+    squares, likeness = 0.0, 0.0
+    for start in range(0, len(original), EVAL_BATCH):
+        a, b = original[start:start + EVAL_BATCH].double(), reconstruction[start:start + EVAL_BATCH].double()
+        squares += mse(a, b).item() * len(a)
+        likeness += ssim(a, b).item() * len(a)
+    error = squares / len(original)
+    return {"mse": error, "nmse": error / original.double().var().item(),
+            "psnr": 10 * math.log10(1 / error) if error else math.inf, "ssim": likeness / len(original)}
+
+
+# ------------------------------------------------------------------------------------------------ the victim
+
+class Victim:
+    """All that an attacker may use: the encoder (in eval mode) and the channel with its wire."""
+
+    def __init__(self, encoder, sigma, wire=lambda z: z):
+        self.encoder, self.sigma, self.wire = encoder.eval(), sigma, wire
+
+    @torch.no_grad()
+    def features(self, x):
+        """Clean features of uint8 images, on the encoder's device."""
+        device = next(self.encoder.parameters()).device
+        return torch.cat([self.encoder(to_float(part.to(device))) for part in x.split(EVAL_BATCH)])
+
+    def send(self, z):
+        # z' = wire(z + n), fresh noise on every call
+        return self.wire(channel(z, self.sigma) if self.sigma else z)
+
+    def fingerprint(self):
+        """Hash of the encoder's weights and buffers: an attack must leave it as it was."""
+        digest = hashlib.sha256()
+        for name, tensor in self.encoder.state_dict().items():
+            digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------ decoder
+
+class Residual(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU(inplace=True),
+                                  nn.Conv2d(channels, channels, 3, padding=1))
+
+    def forward(self, x):
+        return x + self.body(x)
+
+
+class Decoder(nn.Module):
+    """[c, h, w] -> [3, H, H] in (0, 1): residual blocks, half of them before the first upsampling, half behind it.
+
+    8 blocks of 64 channels are the paper's decoder (0.71 M parameters).
+    """
+
+    def __init__(self, shape, image_size, blocks=8, channels=64):
+        super().__init__()
+        c, h, _ = shape
+        doublings = math.log2(image_size / h)
+        if doublings != int(doublings):
+            raise UserError(f"--image-size {image_size}: the decoder doubles {h}x{h} features and cannot reach {image_size}; "
+                            f"use {h * 2 ** round(doublings)}.")
+        first = blocks // 2 if doublings else blocks
+        layers = [nn.Conv2d(c, channels, 3, padding=1), *(Residual(channels) for _ in range(first))]
+        for i in range(int(doublings)):
+            layers += [nn.Upsample(scale_factor=2), nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU(inplace=True)]
+            layers += [Residual(channels) for _ in range(blocks - first)] if i == 0 else []
+        layers += [nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(channels, 3, 3, padding=1), nn.Sigmoid()]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, z):
+        return self.layers(z)
+
+
+def fit_decoder(decoder, pairs, stop_pairs, epochs, steps, lr, progress=lambda done: None):
+    """Adam on ‖D(z') − x‖² over `pairs()`, an iterator of (z', x) batches; keeps the epoch that is best on `stop_pairs()`.
+
+    -> (best epoch, its error). One-cycle learning rate over epochs x steps.
+    """
+    optimizer = torch.optim.Adam(decoder.parameters(), lr)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=epochs * steps, pct_start=0.1)
+    best, best_epoch, best_state = math.inf, 0, None
+    for epoch in range(epochs):
+        decoder.train()
+        for i, (sent, x) in enumerate(pairs()):
+            loss = F.mse_loss(decoder(sent), x)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            progress((epoch * steps + i + 1) / (epochs * steps))
+        decoder.eval()
+        with torch.no_grad():
+            errors = [(F.mse_loss(decoder(sent), x) * len(x), len(x)) for sent, x in stop_pairs()]
+        error = (sum(e for e, _ in errors) / sum(n for _, n in errors)).item()
+        if error < best or best_state is None:
+            best, best_epoch, best_state = error, epoch + 1, copy.deepcopy(decoder.state_dict())
+    decoder.load_state_dict(best_state)
+    return best_epoch, best
+
+
+# ------------------------------------------------------------------------------------------------ the images
+
+@dataclass
+class AttackImages:
+    fit: Images  # the attacker trains on these
+    stop: Images  # and stops on these
+    report: dict  # name -> Images: reconstructed and reported, seen by no attacker before
+
+    def check(self):
+        """Refuse any image that is reported and was also trained or stopped on."""
+        known = row_hashes(self.fit) | row_hashes(self.stop)
+        for name, images in self.report.items():
+            shared = len(known & row_hashes(images))
+            if shared:
+                raise UserError(f"{shared} of the reported {name} images are also in the attacker's own data; split them apart.")
+
+
+def row_hashes(images):
+    return {hash(x.tobytes()) for x in images.x.permute(0, 2, 3, 1).contiguous().numpy()}
+
+
+def attacker_images(splits, which="train", seed=0):
+    """Fit, stop and reported images for an attacker who holds the victim's training images, or `aux` images."""
+    order = torch.randperm(len(splits.train), generator=torch.Generator().manual_seed(ATTACKER_SEED + seed))
+    n_members = max(1, min(MEMBERS_MAX, round(len(order) * MEMBERS_SHARE)))
+    members, rest = splits.train[order[:n_members]], splits.train[order[n_members:]]
+    pool = rest if which == "train" else splits.aux
+    if len(pool) < 2:
+        raise UserError(f"--attacker-data {which}: {len(pool)} images are too few to train an attacker on; give it more.")
+    # A data set may hold the same picture twice: the attacker loses its copies of what is reported.
+    report = {"train": members, "test": splits.test}
+    taken = row_hashes(members) | row_hashes(splits.test)
+    pool = pool[torch.tensor([hash(x.tobytes()) not in taken for x in pool.x.permute(0, 2, 3, 1).contiguous().numpy()])]
+    n_stop = max(1, min(STOP_MAX, round(len(pool) * STOP_SHARE)))
+    return AttackImages(pool[n_stop:], pool[:n_stop], report)
+
+
+# ------------------------------------------------------------------------------------------------ attacks
+
+def decoder_attack(victim, images, options, progress):
+    """-> (reconstruct, facts): reconstruct(uint8 images) looks at them through the channel once and decodes."""
+    image_size = images.fit.x.shape[-1]
+    device = next(victim.encoder.parameters()).device
+    shape = victim.features(images.stop.x[:1]).shape[1:]
+    decoder = Decoder(shape, image_size, options.attack_blocks, options.attack_channels)
+    decoder = decoder.to(device, memory_format=torch.channels_last)
+    batch = min(options.attack_batch, len(images.fit))
+
+    def pairs(part=images.fit, size=batch, augment=True):
+        for x, _ in batches(part, size, augment=augment, device=device):
+            with torch.no_grad():
+                sent = victim.send(victim.encoder(x))
+            yield sent, x
+
+    steps = len(images.fit) // batch
+    best_epoch, _ = fit_decoder(decoder, pairs, lambda: pairs(images.stop, EVAL_BATCH, False), options.attack_epochs, steps,
+                                options.attack_lr, progress)
+
+    @torch.no_grad()
+    def reconstruct(x):
+        parts = victim.features(x).split(EVAL_BATCH)
+        return torch.cat([decoder(victim.send(z)).cpu() for z in parts])
+
+    facts = {"params": sum(p.numel() for p in decoder.parameters()), "best_epoch": best_epoch, "fit_images": len(images.fit)}
+    return reconstruct, facts
+
+
+ATTACKS = {"decoder": decoder_attack}
+
+
+def run(names, victim, images, options, seed=0, progress=lambda name, done: None):
+    """-> (results, pictures): metrics per attack and split, and each attack's reconstructions of the test images."""
+    images.check()
+    before = victim.fingerprint()
+    results, pictures = {}, {}
+    for name in names:
+        torch.manual_seed(ATTACKER_SEED + seed)
+        reconstruct, facts = ATTACKS[name](victim, images, options, lambda done: progress(name, done))
+        results[name] = dict(facts)
+        for split, part in images.report.items():
+            pictures[name] = reconstruct(part.x)
+            results[name][split] = metrics(part.float(), pictures[name])
+    if victim.fingerprint() != before:
+        raise RuntimeError("an attack changed the victim's weights or buffers")
+    return results, pictures
+
+
+def strongest(results):
+    """-> {split: name of the attack with the least MSE}"""
+    return {split: min(results, key=lambda name: results[name][split]["mse"]) for split in ("train", "test")} if results else {}

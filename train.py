@@ -1,0 +1,304 @@
+"""Train a split network with a conditional-entropy loss, attack it, report.
+
+    python train.py --surrogate gated                       # built-in images, a few minutes on two CPU cores
+    python train.py --surrogate gated --dataset cifar10
+    python train.py --help
+
+Writes runs/NAME/: results.json, log.csv (a row an epoch), checkpoint.pt, reconstructions.png. `--resume` goes on after
+an interruption. One step of training is:
+
+    z  = F_e(x)                                 the encoder, on the device
+    z' = wire(z + n), n ~ N(0, σ²I)             what is sent
+    L_D = cross-entropy(server(z'), y) + the defence's own terms
+    θ  ← θ − η (g_D + λ·r(η)·γ·g_CEL)           cem.stash; γ = 0 in the warm-up, then ramps up to --scale
+
+Random numbers of an epoch depend on the seed and the epoch alone, so a run resumed at an epoch's start goes on as if
+it had never stopped.
+"""
+
+import csv
+import io
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+import attack
+import cem
+import data
+import defenses
+from cluster_cel import ClusterCEL
+from gated_att_cel import GatedAttCEL
+from gmm_cel import GMMCEL
+from options import SHORT_RUN, parse
+from report import CHECKPOINT_FORMAT, Progress, UserError, environment, print_report, read_checkpoint, save_pictures, write
+from slot_cross_cel import SlotCrossCEL
+from split_net import SplitNet, count_flops, count_params, feature_shape, latency_ms
+
+
+# ------------------------------------------------------------------------------------------------ the parts
+
+def build(args, classes, image_size):
+    """-> (net, defense, surrogate or None, feature shape) on the device, from the seed."""
+    torch.manual_seed(args.seed)
+    try:
+        cut = args.cut + defenses.extra_cut(args.defense)
+        net = SplitNet(args.arch, classes, args.width, cut, args.bottleneck)
+        shape = feature_shape(net.encoder, image_size)
+        plain = SplitNet(args.arch, classes, args.width, args.cut, args.bottleneck).encoder
+        strengths = {name: getattr(args, name) for name in ("dropout", "distcorr", "patrol", "noise_arl")}
+        defense = defenses.build(args.defense, strengths, args.seed, shape, image_size, count_flops(plain, image_size))
+        cel = build_surrogate(args, classes, shape)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    net.to(args.device, memory_format=torch.channels_last)
+    return net, defense.to(args.device), cel.to(args.device) if cel is not None else None, shape
+
+
+def build_surrogate(args, classes, shape):
+    side = min(args.pool, shape[1]) if args.pool else shape[1]
+    dim = shape[0] * side * side
+    given = lambda **flags: {k: getattr(args, v) for k, v in flags.items() if getattr(args, v) is not None}
+    # τ = var_threshold·σ² and the floor g0 are per dimension; a trace is D of them
+    terms = 1 if args.variance == "per_dim" or args.surrogate == "slot" else dim
+    tau, eps = terms * args.var_threshold * args.sigma ** 2, terms * args.floor
+    if args.surrogate == "gmm":
+        return GMMCEL(classes, dim, args.sigma, **given(components="clusters", covariance="covariance", update_scale="update_scale"))
+    if args.surrogate == "cluster":
+        return ClusterCEL(classes, dim, tau, eps=eps, **given(clusters="clusters", form="form", variance="variance", outliers="outliers"))
+    if args.surrogate == "gated":
+        return GatedAttCEL(dim, tau, eps=eps, sigma=args.sigma,
+                           **given(hidden="hidden", variance="variance", attention="attention", measure_on="measure_on"))
+    if args.surrogate == "slot":
+        return SlotCrossCEL(dim, tau, eps=eps, sigma=args.sigma, num_classes=classes, **{gate: False for gate in args.off},
+                            **given(slots="slots", attention="attention", measure_on="measure_on"))
+    return None
+
+
+def learning_rate(args, done):
+    """η at share `done` of the run."""
+    if args.schedule == "steps":
+        return args.lr * 0.2 ** sum(done >= milestone for milestone in (1 / 4, 1 / 2, 2 / 3, 5 / 6))
+    rise = 0.15
+    return args.lr * (0.04 + 0.96 * done / rise) if done < rise else args.lr * 0.5 * (1 + math.cos(math.pi * (done - rise) / (1 - rise)))
+
+
+def loss_scale(args, epoch):
+    # γ: 0 in the warm-up, then up to --scale in --ramp epochs
+    return args.scale * min(1.0, (epoch - args.warmup + 1) / max(1, args.ramp)) if epoch >= args.warmup else 0.0
+
+
+def pooled(z, side):
+    return F.adaptive_avg_pool2d(z, side) if side else z
+
+
+def make_optimizer(args, net, cel):
+    groups = [{"params": list(net.parameters()), "weight_decay": args.weight_decay}]
+    if cel is not None and any(p.requires_grad for p in cel.parameters()):
+        groups.append({"params": list(cel.parameters()), "weight_decay": 0.0})
+    return torch.optim.SGD(groups, lr=args.lr, momentum=args.momentum)
+
+
+@torch.no_grad()
+def accuracy(net, victim, images):
+    net.eval()
+    logits = torch.cat([net.server(victim.send(z)) for z in victim.features(images.x).split(attack.EVAL_BATCH)])
+    return (logits.argmax(1).cpu() == images.y).float().mean().item()
+
+
+# ------------------------------------------------------------------------------------------------ training
+
+class Run:
+    """Everything a checkpoint holds."""
+
+    def __init__(self, args, splits):
+        self.args, self.splits = args, splits
+        self.image_size = splits.train.x.shape[-1]
+        self.net, self.defense, self.cel, self.shape = build(args, len(splits.classes), self.image_size)
+        self.optimizer = make_optimizer(args, self.net, self.cel)
+        self.epoch, self.log = 0, []
+        self.acted, self.ratios, self.finite = [], [], []  # a tensor a counted step
+        self.seconds = 0.0
+        self.victim = attack.Victim(self.net.encoder, args.sigma, self.defense.wire)
+        self.steps = len(splits.train) // args.batch_size
+        # a surrogate's built-in delay, scaled down for short runs
+        self.delay = 0
+        if hasattr(self.cel, "delay_calls"):
+            self.delay = self.cel.delay_calls = min(self.cel.delay_calls, int(SHORT_RUN * self.steps * max(0, args.epochs - args.warmup)))
+        self.refreshes = hasattr(self.cel, "refresh")
+
+    def state(self):
+        return {"format": CHECKPOINT_FORMAT, "config": vars(self.args), "net": self.net.config, "weights": self.net.state_dict(),
+                "classes": list(self.splits.classes), "image_size": self.image_size,
+                "surrogate": self.cel.state_dict() if self.cel is not None else {}, "defense": self.defense.state_dict(),
+                "optimizer": self.optimizer.state_dict(), "epoch": self.epoch, "log": self.log, "seconds": self.seconds,
+                "counted": [torch.stack(x) if x else torch.empty(0) for x in (self.acted, self.ratios, self.finite)]}
+
+    def load(self, state):
+        self.net = SplitNet(**state["net"]).to(self.args.device, memory_format=torch.channels_last)
+        self.net.load_state_dict(state["weights"])
+        self.victim = attack.Victim(self.net.encoder, self.args.sigma, self.defense.wire)
+        if self.cel is not None:
+            self.cel.load_state_dict(state["surrogate"])
+        self.defense.load_state_dict(state["defense"])
+        self.optimizer = make_optimizer(self.args, self.net, self.cel)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.epoch, self.log, self.seconds = state["epoch"], state["log"], state["seconds"]
+        self.acted, self.ratios, self.finite = (list(x) for x in state["counted"])
+
+    def train_epoch(self, tick):
+        args, net, cel, defense = self.args, self.net, self.cel, self.defense
+        torch.manual_seed(args.seed * 1_000_003 + self.epoch)
+        net.train()
+        gamma, totals = loss_scale(args, self.epoch), torch.zeros(3, device=args.device)
+        use_cel = cel is not None and gamma > 0
+        first_counted = max(args.warmup, 1 if self.refreshes else 0) * self.steps + self.delay
+        for step, (x, y) in enumerate(data.batches(self.splits.train, args.batch_size, augment=True, device=args.device)):
+            done = self.epoch * self.steps + step
+            lr = learning_rate(args, done / (args.epochs * self.steps))
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.zero_grad(set_to_none=True)
+            # z = F_e(x);  z' = wire(z + n)
+            z = net.encoder(x)
+            z_cut = z.detach().requires_grad_()
+            sent = defense.wire(cem.channel(z_cut, args.sigma) if args.sigma else z_cut)
+            # L_D = cross-entropy + the defence's own terms
+            logits = net.server(sent)
+            loss_d = F.cross_entropy(logits, y) + defense.loss(x, z_cut, sent)
+            loss_cel = cel(pooled(z_cut, args.pool), y) if use_cel else None
+            out = cem.stash(args.stash, z, z_cut, loss_d, loss_cel, net.encoder, cel, args.lambd * cem.lr_ratio(lr, args.eta_ref),
+                            gamma, args.clip, defense.encoder_terms(net.encoder, x))
+            self.optimizer.step()
+            defense.after_step(x, sent.detach())
+            totals += torch.stack([loss_d.detach(), loss_cel.detach() if use_cel else loss_d.detach() * 0,
+                                   (logits.argmax(1) == y).float().mean()])
+            if use_cel and done >= first_counted:
+                self.acted.append(cel.stats["active"].detach().cpu())
+                self.ratios.append(out["ratio"].detach().cpu())
+                self.finite.append(out["finite"].cpu())
+            tick(done + 1, args.epochs * self.steps)
+            if args.verbose and use_cel and done % 200 == 0:
+                print("\n" + "  ".join(f"{k} {v.float().mean():.4g}" for k, v in cel.stats.items()))
+        return totals.div(self.steps).tolist(), gamma, lr
+
+    def refresh(self):
+        """Stage 2: the surrogate's statistics from clean features of the training images, eval mode, no gradient."""
+        chosen = torch.randperm(len(self.splits.train))[:self.args.refresh_samples].sort().values
+        part = self.splits.train[chosen] if len(chosen) < len(self.splits.train) else self.splits.train
+        self.net.eval()
+        self.cel.refresh(pooled(self.victim.features(part.x), self.args.pool), part.y.to(self.args.device))
+
+    def train(self, save, tick):
+        args = self.args
+        while self.epoch < args.epochs:
+            start = time.perf_counter()
+            (loss_d, loss_cel, train_acc), gamma, lr = self.train_epoch(tick)
+            if not math.isfinite(loss_d):
+                raise UserError(f"training diverged in epoch {self.epoch + 1} (the loss is {loss_d}); lower --lr or --lambd.")
+            if self.defense.after_epoch(self.epoch, args.epochs, self.net):
+                self.victim = attack.Victim(self.net.encoder, args.sigma, self.defense.wire)
+                self.optimizer = make_optimizer(args, self.net, self.cel)
+            # fitted at the end of this epoch, used in the next: from the last epoch of the warm-up on
+            due = self.epoch - max(args.warmup, 1) + 1
+            if self.refreshes and due >= 0 and due % args.refresh_every == 0:
+                self.refresh()
+            row = {"epoch": self.epoch + 1, "lr": lr, "scale": gamma, "loss_d": loss_d, "loss_cel": loss_cel, "train_accuracy": train_acc,
+                   "val_accuracy": accuracy(self.net, self.victim, self.splits.val), "seconds": time.perf_counter() - start}
+            self.log.append(row)
+            self.seconds += row["seconds"]
+            self.epoch += 1
+            save(self)
+
+    def cel_report(self):
+        if not self.ratios:
+            return {"active_share": None, "grad_ratio": None}
+        acted, ratios, finite = (torch.stack(x).float() for x in (self.acted, self.ratios, self.finite))
+        return {"active_share": acted.mean().item(), "grad_ratio": ratios.median().item(), "counted_steps": len(ratios),
+                "nonfinite_steps": int((finite == 0).sum()), "delay_calls": self.delay,
+                "last_call": {k: v.tolist() for k, v in self.cel.stats.items()}}
+
+
+# ------------------------------------------------------------------------------------------------ output
+
+def save_run(folder, run):
+    text = io.StringIO()
+    writer = csv.DictWriter(text, run.log[0].keys(), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(run.log)
+    state = run.state()
+    write(folder / "checkpoint.pt", lambda temporary: torch.save(state, temporary))
+    write(folder / "log.csv", text.getvalue())
+
+
+def audit(run, args, progress):
+    """Attack, audit and measure a trained run. -> (results, pictures of the test images)"""
+    start = time.perf_counter()
+    run.net.eval()
+    results = {"config": {k: v for k, v in vars(args).items() if k != "resume"}}
+    torch.manual_seed(args.seed)
+    results["accuracy"] = accuracy(run.net, run.victim, run.splits.test)
+    results["val_accuracy"] = accuracy(run.net, run.victim, run.splits.val)
+    images = attack.attacker_images(run.splits, args.attacker_data, args.seed)
+    results["attacks"], pictures = attack.run(args.attack, run.victim, images, args, args.seed, progress)
+    results["strongest"] = attack.strongest(results["attacks"])
+    if args.sigma:
+        z_fit, z_test = run.victim.features(run.splits.train.x).cpu(), run.victim.features(run.splits.test.x).cpu()
+        bits, stderr = cem.leakage_bits(z_fit, run.splits.train.y, z_test, args.sigma, torch.Generator().manual_seed(args.seed))
+        results["leakage"] = {"bits": bits, "stderr": stderr, "bits_per_feature": bits / z_fit[0].numel()}
+    else:
+        results["leakage"] = {"bits": None, "stderr": None, "bits_per_feature": None}  # infinite without noise
+    results["encoder"] = {"params": count_params(run.net.encoder), "flops": count_flops(run.net.encoder, run.image_size),
+                          "latency_ms": latency_ms(run.net.encoder, run.image_size), "features": list(run.shape)}
+    results["cel"] = run.cel_report()
+    results["seconds"] = {"train": run.seconds, "attack": time.perf_counter() - start}
+    results["seconds"]["total"] = sum(results["seconds"].values())
+    return results, pictures
+
+
+def run(argv):
+    args = parse(argv)
+    splits = data.load(args.dataset, args.data_dir, args.image_size, args.seed, args.val_share, args.aux_share, args.train_size)
+    if len(splits.train) < args.batch_size:
+        raise UserError(f"--batch-size {args.batch_size}: there are only {len(splits.train)} training images; lower it.")
+    folder = Path(args.runs_dir) / args.out
+    run = Run(args, splits)
+    if args.resume:
+        state = read_checkpoint(folder / "checkpoint.pt")
+        changed = [k for k, v in vars(args).items() if state["config"].get(k) != v and k not in ("resume", "verbose", "runs_dir", "device")]
+        if changed:
+            raise UserError(f"--resume: {folder / 'checkpoint.pt'} was made with another --{changed[0].replace('_', '-')}; repeat its settings or choose another --out.")
+        run.load(state)
+    print(f"{args.dataset}: {len(splits.train)} train, {len(splits.val)} val, {len(splits.test)} test images of {len(splits.classes)} classes")
+    print(f"{args.arch} cut after {run.net.config['cut']} units, z = {'x'.join(map(str, run.shape))}, sigma {args.sigma:g}, "
+          f"surrogate {args.surrogate}, defence {args.defense}, device {args.device}")
+    if run.cel is not None:
+        print(f"lambda {args.lambd:g}, scale {args.scale:g}, warm-up {args.warmup} of {args.epochs} epochs" + (f", delay {run.delay} calls" if run.delay else ""))
+    progress = Progress()
+    run.train(lambda r: save_run(folder, r), lambda done, total: progress("train ", done / total))
+    results, pictures = audit(run, args, lambda name, done: progress(f"{name:6}", done))
+    results["environment"] = environment(argv)
+    write(folder / "reconstructions.png", lambda temporary: save_pictures(temporary, splits.test.float(), pictures))
+    write(folder / "results.json", json.dumps(results, indent=1))
+    print_report(results, folder)
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        run(argv)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; go on with: python train.py {' '.join(argv)} --resume", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
