@@ -107,19 +107,26 @@ class Victim:
 # ------------------------------------------------------------------------------------------------ decoder
 
 class Residual(nn.Module):
+    """relu(x + bn(conv(relu(bn(conv(x))))))"""
+
     def __init__(self, channels):
         super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU(inplace=True),
-                                  nn.Conv2d(channels, channels, 3, padding=1))
+        self.body = nn.Sequential(*conv_bn(channels, channels), nn.ReLU(inplace=True), *conv_bn(channels, channels))
 
     def forward(self, x):
-        return x + self.body(x)
+        return torch.relu(x + self.body(x))
+
+
+def conv_bn(c_in, c_out):
+    return nn.Conv2d(c_in, c_out, 3, padding=1, bias=False), nn.BatchNorm2d(c_out)
 
 
 class Decoder(nn.Module):
-    """[c, h, w] -> [3, H, H] in (0, 1): residual blocks, half of them before the first upsampling, half behind it.
+    """[c, h, w] -> [3, H, H] in (0, 1): residual blocks at the features' size, then PixelShuffle doublings.
 
-    8 blocks of 64 channels are the paper's decoder (0.71 M parameters).
+    What comes in is standardised channel by channel with the mean and deviation of what was sent (`observe`). Otherwise
+    a defence could hide z by making it small, which takes nothing from an attacker who looks closely.
+    8 blocks of 64 channels are the paper's size (about 0.7 M parameters).
     """
 
     def __init__(self, shape, image_size, blocks=8, channels=64):
@@ -129,25 +136,35 @@ class Decoder(nn.Module):
         if doublings != int(doublings):
             raise UserError(f"--image-size {image_size}: the decoder doubles {h}x{h} features and cannot reach {image_size}; "
                             f"use {h * 2 ** round(doublings)}.")
-        first = blocks // 2 if doublings else blocks
-        layers = [nn.Conv2d(c, channels, 3, padding=1), *(Residual(channels) for _ in range(first))]
-        for i in range(int(doublings)):
-            layers += [nn.Upsample(scale_factor=2), nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU(inplace=True)]
-            layers += [Residual(channels) for _ in range(blocks - first)] if i == 0 else []
-        layers += [nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(channels, 3, 3, padding=1), nn.Sigmoid()]
-        self.layers = nn.Sequential(*layers)
+        self.register_buffer("mean", torch.zeros(c, 1, 1))
+        self.register_buffer("std", torch.ones(c, 1, 1))
+        layers = [*conv_bn(c, channels), nn.ReLU(inplace=True), *(Residual(channels) for _ in range(blocks))]
+        for _ in range(int(doublings) - 1):
+            half = max(8, channels // 2)
+            layers += [nn.Conv2d(channels, 4 * half, 3, padding=1), nn.PixelShuffle(2), nn.ReLU(inplace=True), Residual(half)]
+            channels = half
+        layers += [nn.Conv2d(channels, 12, 3, padding=1), nn.PixelShuffle(2)] if doublings else [nn.Conv2d(channels, 3, 3, padding=1)]
+        self.layers = nn.Sequential(*layers, nn.Sigmoid())
+
+    @torch.no_grad()
+    def observe(self, sent):
+        self.mean.copy_(sent.mean((0, 2, 3)).view(-1, 1, 1))
+        self.std.copy_(sent.std((0, 2, 3)).view(-1, 1, 1).clamp_min(torch.finfo(sent.dtype).tiny))
 
     def forward(self, z):
-        return self.layers(z)
+        return self.layers((z - self.mean) / self.std)
 
 
 def fit_decoder(decoder, pairs, stop_pairs, epochs, steps, lr, progress=lambda done: None):
     """Adam on ‖D(z') − x‖² over `pairs()`, an iterator of (z', x) batches; keeps the epoch that is best on `stop_pairs()`.
 
-    -> (best epoch, its error). One-cycle learning rate over epochs x steps.
+    -> (best epoch, its error).
     """
     optimizer = torch.optim.Adam(decoder.parameters(), lr)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=epochs * steps, pct_start=0.1)
+    total = epochs * steps
+    # up to lr in the first tenth of the steps, then down along a cosine
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / (0.1 * total), 1.0)
+                                                 * 0.5 * (1 + math.cos(math.pi * step / total)))
     best, best_epoch, best_state = math.inf, 0, None
     for epoch in range(epochs):
         decoder.train()
@@ -157,7 +174,7 @@ def fit_decoder(decoder, pairs, stop_pairs, epochs, steps, lr, progress=lambda d
             loss.backward()
             optimizer.step()
             schedule.step()
-            progress((epoch * steps + i + 1) / (epochs * steps))
+            progress((epoch * steps + i + 1) / total)
         decoder.eval()
         with torch.no_grad():
             errors = [(F.mse_loss(decoder(sent), x) * len(x), len(x)) for sent, x in stop_pairs()]
@@ -185,22 +202,27 @@ class AttackImages:
                 raise UserError(f"{shared} of the reported {name} images are also in the attacker's own data; split them apart.")
 
 
+def each_hash(images):
+    return (hash(x.tobytes()) for x in images.x.permute(0, 2, 3, 1).contiguous().numpy())
+
+
 def row_hashes(images):
-    return {hash(x.tobytes()) for x in images.x.permute(0, 2, 3, 1).contiguous().numpy()}
+    return set(each_hash(images))
 
 
 def attacker_images(splits, which="train", seed=0):
     """Fit, stop and reported images for an attacker who holds the victim's training images, or `aux` images."""
-    order = torch.randperm(len(splits.train), generator=torch.Generator().manual_seed(ATTACKER_SEED + seed))
+    generator = torch.Generator().manual_seed(ATTACKER_SEED + seed)
+    order = torch.randperm(len(splits.train), generator=generator)
     n_members = max(1, min(MEMBERS_MAX, round(len(order) * MEMBERS_SHARE)))
     members, rest = splits.train[order[:n_members]], splits.train[order[n_members:]]
-    pool = rest if which == "train" else splits.aux
-    if len(pool) < 2:
-        raise UserError(f"--attacker-data {which}: {len(pool)} images are too few to train an attacker on; give it more.")
+    pool = rest if which == "train" else splits.aux[torch.randperm(len(splits.aux), generator=generator)]
     # A data set may hold the same picture twice: the attacker loses its copies of what is reported.
     report = {"train": members, "test": splits.test}
     taken = row_hashes(members) | row_hashes(splits.test)
-    pool = pool[torch.tensor([hash(x.tobytes()) not in taken for x in pool.x.permute(0, 2, 3, 1).contiguous().numpy()])]
+    pool = pool[torch.tensor([key not in taken for key in each_hash(pool)], dtype=torch.bool)]
+    if len(pool) < 2:
+        raise UserError(f"--attacker-data {which}: {len(pool)} images are too few to train an attacker on; give it more.")
     n_stop = max(1, min(STOP_MAX, round(len(pool) * STOP_SHARE)))
     return AttackImages(pool[n_stop:], pool[:n_stop], report)
 
@@ -222,6 +244,7 @@ def decoder_attack(victim, images, options, progress):
                 sent = victim.send(victim.encoder(x))
             yield sent, x
 
+    decoder.observe(victim.send(victim.features(images.fit.x[:EVAL_BATCH])))
     steps = len(images.fit) // batch
     best_epoch, _ = fit_decoder(decoder, pairs, lambda: pairs(images.stop, EVAL_BATCH, False), options.attack_epochs, steps,
                                 options.attack_lr, progress)

@@ -28,6 +28,7 @@ NAMED_FOLDERS = {"tinyimagenet": "tiny-imagenet-200", "facescrub": "facescrub"}
 IMAGE_ENDINGS = {".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".webp", ".tif", ".tiff"}
 SHAPES_TRAIN, SHAPES_TEST, SHAPES_SIZE = 6000, 1000, 32
 SHAPES = ("disc", "ring", "square", "triangle", "plus", "star", "crescent", "bar", "pair", "hourglass")
+TINT = 0.10
 CROP_PADDING = 4
 
 
@@ -175,6 +176,8 @@ def class_folder_files(folder):
         if not (folder / split).is_dir():
             raise UserError(f"--dataset {folder}: there is no folder {folder / split}; expected train/CLASS/* and test/CLASS/*.")
     classes = sorted(p.name for p in (folder / "train").iterdir() if p.is_dir() and not p.name.startswith("."))
+    if not classes:
+        raise UserError(f"--dataset {folder}: {folder / 'train'} has no class folders; expected train/CLASS/* and test/CLASS/*.")
     extra = {p.name for p in (folder / "test").iterdir() if p.is_dir() and not p.name.startswith(".")} - set(classes)
     if extra:
         raise UserError(f"--dataset {folder}: class {min(extra)} is in test but not in train; give both the same class folders.")
@@ -185,6 +188,8 @@ def class_folder_files(folder):
 
 def tiny_imagenet_files(folder):
     """train/WNID/images/*, val/images/* with val/val_annotations.txt (its validation images are our test images)."""
+    if not (folder / "train").is_dir():
+        raise UserError(f"--dataset {folder}: {folder / 'train'} is missing; unpack the original archive again.")
     wnids = [p.name for p in sorted((folder / "train").iterdir()) if p.is_dir()]
     label_of = {wnid: label for label, wnid in enumerate(wnids)}
     train = [(path, label_of[wnid]) for wnid in wnids for path in image_files(folder / "train" / wnid / "images")]
@@ -215,7 +220,7 @@ def open_image(path):
     from PIL import Image  # comes with torchvision
     try:
         return Image.open(path)
-    except OSError as error:
+    except (OSError, Image.DecompressionBombError) as error:
         raise UserError(f"{path}: not a readable image ({one_line(error)}); replace or delete it.") from None
 
 
@@ -224,6 +229,8 @@ def decode(path, size):
     from PIL import Image
     try:
         with open_image(path) as image:
+            if image.mode.startswith("I"):  # 16-bit grey: convert("RGB") would clip it at 255
+                image = image.convert("I").point(lambda value: value / 256).convert("L")
             image = image.convert("RGB")
             w, h = image.size
             if (w, h) != (size, size):
@@ -260,7 +267,7 @@ def write_cache(folder, image_size, cache_dir, cached):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, lambda temporary: torch.save(cached, temporary))
             return
-        except OSError:  # a read-only folder: try the next place, in the end do without a cache
+        except (OSError, RuntimeError):  # a read-only folder (torch.save raises RuntimeError): try the next place, or do without
             continue
 
 
@@ -300,17 +307,19 @@ def draw_shapes(n, seed=0, size=SHAPES_SIZE):
 
     yy, xx = torch.meshgrid(torch.arange(size) + 0.5, torch.arange(size) + 0.5, indexing="ij")
 
-    def stripes():  # [n, 1, H, W] in [-1, 1]: soft waves, 8 to 20 pixels long
-        angle, wave, phase = uniform(0, math.pi, 1, 1, 1), uniform(8, 20, 1, 1, 1), uniform(0, 2 * math.pi, 1, 1, 1)
+    def stripes():  # [n, 1, H, W] in [-1, 1]: soft waves, 10 to 24 pixels long
+        angle, wave, phase = uniform(0, math.pi, 1, 1, 1), uniform(10, 24, 1, 1, 1), uniform(0, 2 * math.pi, 1, 1, 1)
         return torch.sin(2 * math.pi * (xx * angle.cos() + yy * angle.sin()) / wave + phase)
 
-    # The two colours differ in every channel by 0.35 to 0.65 (on the circle [0, 1)), so the shape is always visible.
-    ground = uniform(0, 1, 3, 1, 1)
-    figure = (ground + uniform(0.35, 0.65, 3, 1, 1)) % 1
+    # As in photographs most of the contrast is brightness. The two differ in it by 0.35 to 0.65 (on the circle [0, 1)),
+    # so the shape is always visible; each has a tint of its own.
+    brightness = uniform(0, 1, 1, 1, 1)
+    ground = brightness + uniform(-TINT, TINT, 3, 1, 1)
+    figure = (brightness + uniform(0.35, 0.65, 1, 1, 1)) % 1 + uniform(-TINT, TINT, 3, 1, 1)
     slope = uniform(0, 2 * math.pi, 1, 1, 1)
     ramp = ((xx - size / 2) * slope.cos() + (yy - size / 2) * slope.sin()) / size
-    background = ground + uniform(-0.3, 0.3, 3, 1, 1) * ramp + uniform(0.02, 0.10, 1, 1, 1) * stripes()
-    foreground = figure + uniform(0.02, 0.10, 1, 1, 1) * stripes()
+    background = ground + uniform(-0.3, 0.3, 1, 1, 1) * ramp + uniform(0.02, 0.08, 1, 1, 1) * stripes()
+    foreground = figure + uniform(0.02, 0.08, 1, 1, 1) * stripes()
 
     label = torch.arange(n) % len(SHAPES)
     centre_x, centre_y = size / 2 + uniform(-5, 5, 1, 1), size / 2 + uniform(-5, 5, 1, 1)

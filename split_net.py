@@ -14,6 +14,8 @@ bottleneck make four convolutions. `width` is the number of channels of the firs
 `channels` overrides the channel counts of the encoder's units, for an encoder that was pruned.
 """
 
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 from torch.utils import benchmark
@@ -59,13 +61,16 @@ class SplitNet(nn.Module):
             raise ValueError("--width and --bottleneck: use a width of at least 1 and a bottleneck of at least 0 channels.")
         counts = [multiple * width for multiple, _ in plan]
         if channels is not None:
+            if len(channels) != cut:
+                raise ValueError(f"channels lists {len(channels)} counts for an encoder of {cut} units: give one a unit.")
             counts[:cut] = channels
         self.config = dict(arch=arch, num_classes=num_classes, width=width, cut=cut, bottleneck=bottleneck, channels=channels)
 
         units, c_in = [], 3
         for i, (c_out, (_, stride)) in enumerate(zip(counts, plan)):
             if i == cut and bottleneck:
-                units.append(conv_bn_relu(bottleneck, c_in))  # the server's entry, back to the width at the cut
+                c_in = plan[cut - 1][0] * width  # the server's entry, back to the unpruned width at the cut
+                units.append(conv_bn_relu(bottleneck, c_in))
             units.append(ResidualBlock(c_in, c_out, stride) if arch == "resnet20" and i > 0 else conv_bn_relu(c_in, c_out, stride))
             c_in = c_out
         at_cut = counts[cut - 1]
@@ -74,14 +79,20 @@ class SplitNet(nn.Module):
         self.server = nn.Sequential(*units[cut:], nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(c_in, num_classes))
 
 
-def feature_shape(encoder, image_size):
-    """[c, h, w] of what the encoder sends for one image."""
+@contextmanager
+def evaluating(encoder, image_size):
+    """One black image on the encoder's device, with the encoder in eval mode and no gradients meanwhile."""
     was_training = encoder.training
     encoder.eval()
     with torch.no_grad():
-        shape = encoder(torch.zeros(1, 3, image_size, image_size, device=next(encoder.parameters()).device)).shape[1:]
+        yield torch.zeros(1, 3, image_size, image_size, device=next(encoder.parameters()).device)
     encoder.train(was_training)
-    return tuple(shape)
+
+
+def feature_shape(encoder, image_size):
+    """[c, h, w] of what the encoder sends for one image."""
+    with evaluating(encoder, image_size) as x:
+        return tuple(encoder(x).shape[1:])
 
 
 def count_params(module):
@@ -91,14 +102,13 @@ def count_params(module):
 def count_flops(encoder, image_size):
     """Floating-point operations (a multiply-add counts two) of convolutions and matrix products for one image."""
     counter = FlopCounterMode(display=False)
-    with counter, torch.no_grad():
-        encoder(torch.zeros(1, 3, image_size, image_size, device=next(encoder.parameters()).device))
+    with evaluating(encoder, image_size) as x, counter:
+        encoder(x)
     return counter.get_total_flops()
 
 
 def latency_ms(encoder, image_size):
     """Median milliseconds of one image through the encoder on its device."""
-    x = torch.zeros(1, 3, image_size, image_size, device=next(encoder.parameters()).device)
-    with torch.no_grad():
-        timer = benchmark.Timer("encoder(x)", globals={"encoder": encoder, "x": x})
+    with evaluating(encoder, image_size) as x:
+        timer = benchmark.Timer("encoder(x)", globals={"encoder": encoder, "x": x}, num_threads=torch.get_num_threads())
         return timer.blocked_autorange(min_run_time=0.2).median * 1e3

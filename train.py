@@ -37,7 +37,7 @@ from gmm_cel import GMMCEL
 from options import SHORT_RUN, parse
 from report import CHECKPOINT_FORMAT, Progress, UserError, environment, print_report, read_checkpoint, save_pictures, write
 from slot_cross_cel import SlotCrossCEL
-from split_net import SplitNet, count_flops, count_params, feature_shape, latency_ms
+from split_net import MIN_IMAGE_SIZE, SplitNet, count_flops, count_params, feature_shape, latency_ms
 
 
 # ------------------------------------------------------------------------------------------------ the parts
@@ -263,6 +263,8 @@ def audit(run, args, progress):
 def run(argv):
     args = parse(argv)
     splits = data.load(args.dataset, args.data_dir, args.image_size, args.seed, args.val_share, args.aux_share, args.train_size)
+    if splits.train.x.shape[-1] < MIN_IMAGE_SIZE:
+        raise UserError(f"--dataset {args.dataset}: its images have {splits.train.x.shape[-1]} pixels a side; enlarge them with --image-size {MIN_IMAGE_SIZE}.")
     if len(splits.train) < args.batch_size:
         raise UserError(f"--batch-size {args.batch_size}: there are only {len(splits.train)} training images; lower it.")
     folder = Path(args.runs_dir) / args.out
