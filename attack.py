@@ -6,6 +6,11 @@ images (`train`, the worst case) or images the victim never saw (`aux`). It neve
 
     decoder   a residual network D trained to minimise ‖D(z') − x‖²; the strongest of its epochs on a split of the
               attacker's own images (`stop`) is kept
+    gan       the same network as a generator, trained on ‖D(z') − x‖² − w·critic(D(z')) with a WGAN-GP critic that has
+              seen the attacker's own images only
+    whitebox  no training: minimise ‖F_e(x) − z'‖² / D + t·TV(x) over the image itself, from several starts (grey, noise,
+              and what the decoder made of z' if it ran before); the start with the least objective is taken. Done for
+              the first --whitebox-images of each reported split; the attackers are compared on these
 
 Reported images are in no attacker's training or stopping data: `test` are the data set's own test images, `train` are
 images the victim was trained on and the attacker was not (`members`).
@@ -18,6 +23,7 @@ Metrics, for pixels in [0, 1] and batches [N, 3, H, W]:
 import copy
 import hashlib
 import math
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +38,8 @@ ATTACKER_SEED = 7919  # keeps the attackers' random numbers apart from the victi
 MEMBERS_SHARE, MEMBERS_MAX = 0.1, 1000  # training images kept back from the attacker, to be reported as `train`
 STOP_SHARE, STOP_MAX = 0.1, 1000
 EVAL_BATCH = 500
+GAN_WEIGHT, GAN_PENALTY, CRITIC_CHANNELS, CRITIC_LR = 1e-3, 10.0, 24, 2e-4
+WHITEBOX_LR, WHITEBOX_TV, WHITEBOX_TV_NOISE = 0.05, 1e-5, 0.1  # t = WHITEBOX_TV + WHITEBOX_TV_NOISE·σ²
 SSIM_WINDOW, SSIM_SIGMA = 11, 1.5
 SSIM_C1, SSIM_C2 = 0.01 ** 2, 0.03 ** 2
 
@@ -155,8 +163,10 @@ class Decoder(nn.Module):
         return self.layers((z - self.mean) / self.std)
 
 
-def fit_decoder(decoder, pairs, stop_pairs, epochs, steps, lr, progress=lambda done: None):
+def fit_decoder(decoder, pairs, stop_pairs, epochs, steps, lr, progress=lambda done: None, term=None):
     """Adam on ‖D(z') − x‖² over `pairs()`, an iterator of (z', x) batches; keeps the epoch that is best on `stop_pairs()`.
+
+    `term(D(z'), x)` is added to the loss if given.
 
     -> (best epoch, its error).
     """
@@ -169,7 +179,9 @@ def fit_decoder(decoder, pairs, stop_pairs, epochs, steps, lr, progress=lambda d
     for epoch in range(epochs):
         decoder.train()
         for i, (sent, x) in enumerate(pairs()):
-            loss = F.mse_loss(decoder(sent), x)
+            reconstruction = decoder(sent)
+            loss = F.mse_loss(reconstruction, x)
+            loss = loss + term(reconstruction, x) if term else loss
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -229,8 +241,8 @@ def attacker_images(splits, which="train", seed=0):
 
 # ------------------------------------------------------------------------------------------------ attacks
 
-def decoder_attack(victim, images, options, progress):
-    """-> (reconstruct, facts): reconstruct(uint8 images) looks at them through the channel once and decodes."""
+def decoder_attack(victim, images, options, progress, known, make_term=None):
+    """-> (reconstruct, facts): reconstruct(z') decodes what was sent. `known` are the earlier attackers' reconstruct."""
     image_size = images.fit.x.shape[-1]
     device = next(victim.encoder.parameters()).device
     shape = victim.features(images.stop.x[:1]).shape[1:]
@@ -247,37 +259,119 @@ def decoder_attack(victim, images, options, progress):
     decoder.observe(victim.send(victim.features(images.fit.x[:EVAL_BATCH])))
     steps = len(images.fit) // batch
     best_epoch, _ = fit_decoder(decoder, pairs, lambda: pairs(images.stop, EVAL_BATCH, False), options.attack_epochs, steps,
-                                options.attack_lr, progress)
+                                options.attack_lr, progress, make_term(image_size, device) if make_term else None)
 
     @torch.no_grad()
-    def reconstruct(x):
-        parts = victim.features(x).split(EVAL_BATCH)
-        return torch.cat([decoder(victim.send(z)).cpu() for z in parts])
+    def reconstruct(sent):
+        return torch.cat([decoder(part) for part in sent.split(EVAL_BATCH)])
 
-    facts = {"params": sum(p.numel() for p in decoder.parameters()), "best_epoch": best_epoch, "fit_images": len(images.fit)}
-    return reconstruct, facts
+    return reconstruct, {"params": sum(p.numel() for p in decoder.parameters()), "best_epoch": best_epoch, "fit_images": len(images.fit)}
 
 
-ATTACKS = {"decoder": decoder_attack}
+class Critic(nn.Module):
+    """WGAN-GP: `term(fake, real)` trains the critic one step and returns what the generator pays."""
+
+    def __init__(self, image_size, device, channels=CRITIC_CHANNELS):
+        super().__init__()
+        c, layers = 3, []
+        for multiple in (1, 2, 4):
+            layers += [nn.Conv2d(c, multiple * channels, 4, 2, 1), nn.LeakyReLU(0.2)]
+            c = multiple * channels
+        self.layers = nn.Sequential(*layers, nn.Flatten(), nn.Linear(c * (image_size // 8) ** 2, 1)).to(device)
+        self.optimizer = torch.optim.Adam(self.layers.parameters(), CRITIC_LR, betas=(0.5, 0.9))
+
+    def term(self, fake, real):
+        # critic: min E[f(fake)] − E[f(real)] + 10 E[(‖∇f(mix)‖ − 1)²],  mix = u·real + (1−u)·fake
+        u = torch.rand(len(real), 1, 1, 1, device=real.device)
+        mix = (u * real + (1 - u) * fake.detach()).requires_grad_()
+        slope, = torch.autograd.grad(self.layers(mix).sum(), mix, create_graph=True)
+        loss = self.layers(fake.detach()).mean() - self.layers(real).mean() + GAN_PENALTY * (slope.flatten(1).norm(dim=1) - 1).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        # generator: −w·E[f(fake)]
+        self.layers.requires_grad_(False)
+        score = -GAN_WEIGHT * self.layers(fake).mean()
+        self.layers.requires_grad_(True)
+        return score
+
+
+def gan_attack(victim, images, options, progress, known):
+    return decoder_attack(victim, images, options, progress, known, lambda size, device: Critic(size, device).term)
+
+
+def total_variation(x):
+    return (x[..., 1:, :] - x[..., :-1, :]).abs().mean((1, 2, 3)) + (x[..., 1:] - x[..., :-1]).abs().mean((1, 2, 3))
+
+
+def whitebox_attack(victim, images, options, progress, known):
+    size = images.fit.x.shape[-1]
+    frozen = copy.deepcopy(victim.encoder).requires_grad_(False)
+    tv_weight = WHITEBOX_TV + WHITEBOX_TV_NOISE * victim.sigma ** 2
+    calls = len(images.report)
+
+    def reconstruct(sent):
+        done = reconstruct.calls = reconstruct.calls + 1
+        n = len(sent)
+        starts = [torch.full((n, 3, size, size), 0.5, device=sent.device), torch.rand(n, 3, size, size, device=sent.device)]
+        starts += [known["decoder"](sent)] if "decoder" in known else []
+        u = torch.logit(torch.cat(starts).clamp(0.01, 0.99)).requires_grad_()  # x = sigmoid(u) stays in (0, 1)
+        target = sent.repeat(len(starts), 1, 1, 1)
+        optimizer = torch.optim.Adam([u], WHITEBOX_LR)
+        for step in range(options.whitebox_steps):
+            optimizer.param_groups[0]["lr"] = WHITEBOX_LR * 0.5 * (1 + math.cos(math.pi * step / options.whitebox_steps))
+            x = torch.sigmoid(u)
+            # ‖F_e(x) − z'‖² / D + t·TV(x), each image for itself
+            objective = (frozen(x) - target).square().mean((1, 2, 3)) + tv_weight * total_variation(x)
+            u.grad, = torch.autograd.grad(objective.sum(), u)
+            optimizer.step()
+            progress(((done - 1) * options.whitebox_steps + step + 1) / (calls * options.whitebox_steps))
+        best = objective.detach().view(len(starts), n).argmin(0)
+        return torch.sigmoid(u.detach()).view(len(starts), n, 3, size, size)[best, torch.arange(n, device=sent.device)]
+
+    reconstruct.calls = 0
+    return reconstruct, {"steps": options.whitebox_steps, "starts": 3 if "decoder" in known else 2, "tv_weight": tv_weight}
+
+
+ATTACKS = {"decoder": decoder_attack, "gan": gan_attack, "whitebox": whitebox_attack}
 
 
 def run(names, victim, images, options, seed=0, progress=lambda name, done: None):
-    """-> (results, pictures): metrics per attack and split, and each attack's reconstructions of the test images."""
+    """-> (results, pictures): metrics per attack and split, and each attack's reconstructions of the test images.
+
+    All attackers look at the same z'. `mse_common` is the error on the images that every attacker reconstructed.
+    """
     images.check()
     before = victim.fingerprint()
-    results, pictures = {}, {}
-    for name in names:
+    torch.manual_seed(ATTACKER_SEED + seed)
+    seen = {split: victim.send(victim.features(part.x)) for split, part in images.report.items()}
+    results, pictures, known = {}, {}, {}
+    few = options.whitebox_images if "whitebox" in names else None
+    for name in sorted(names, key=list(ATTACKS).index):
         torch.manual_seed(ATTACKER_SEED + seed)
-        reconstruct, facts = ATTACKS[name](victim, images, options, lambda done: progress(name, done))
+        known[name], facts = ATTACKS[name](victim, images, options, lambda done: progress(name, done), known)
         results[name] = dict(facts)
         for split, part in images.report.items():
-            pictures[name] = reconstruct(part.x)
-            results[name][split] = metrics(part.float(), pictures[name])
+            pictures[name] = known[name](seen[split][:few] if name == "whitebox" else seen[split]).cpu()
+            original = part.float()[:len(pictures[name])]
+            results[name][split] = metrics(original, pictures[name])
+            results[name][split]["images"] = len(original)
+            results[name][split]["mse_common"] = metrics(original[:few], pictures[name][:few])["mse"]
     if victim.fingerprint() != before:
         raise RuntimeError("an attack changed the victim's weights or buffers")
     return results, pictures
 
 
 def strongest(results):
-    """-> {split: name of the attack with the least MSE}"""
-    return {split: min(results, key=lambda name: results[name][split]["mse"]) for split in ("train", "test")} if results else {}
+    """-> {split: name of the attack with the least MSE on the images that all of them reconstructed}"""
+    return {split: min(results, key=lambda name: results[name][split]["mse_common"]) for split in ("train", "test")} if results else {}
+
+
+def main(argv=None):
+    """python attack.py runs/NAME [--attack ...]: attack a trained run again; rewrites its results.json and pictures."""
+    from train import attack_checkpoint, cli  # train.py imports this file
+    return cli(attack_checkpoint, argv, "attack.py")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

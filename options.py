@@ -84,6 +84,8 @@ def parse(argv=None):
     g.add_argument("--attack-channels", type=int, default=48, help="their width; the paper: 64")
     g.add_argument("--attack-batch", type=int, default=32, help="images in an attacker's step")
     g.add_argument("--attack-lr", type=float, default=3e-3, help="peak learning rate of the attacker's Adam")
+    g.add_argument("--whitebox-images", type=int, default=64, help="how many images of each split the whitebox attack reconstructs")
+    g.add_argument("--whitebox-steps", type=int, default=300, help="steps of its optimisation")
     g = p.add_argument_group("output")
     g.add_argument("--out", help="NAME of the run's folder (default: made from the settings)")
     g.add_argument("--runs-dir", default="runs", help="folder that holds the runs")
@@ -95,7 +97,7 @@ def parse(argv=None):
 
 # (flags, what they must satisfy, how to say it)
 CHECKS = [
-    ("epochs batch_size lr refresh_every refresh_samples attack_epochs attack_blocks attack_channels attack_batch attack_lr var_threshold floor",
+    ("epochs batch_size lr refresh_every refresh_samples attack_epochs attack_blocks attack_channels attack_batch attack_lr whitebox_images whitebox_steps var_threshold floor",
      lambda v: v > 0, "must be greater than 0"),
     ("sigma lambd scale warmup ramp eta_ref clip pool momentum weight_decay", lambda v: v >= 0, "must not be negative"),
     ("image_size", lambda v: v >= MIN_IMAGE_SIZE, f"must be at least {MIN_IMAGE_SIZE}"),

@@ -72,13 +72,13 @@ class Progress:
         print("\r" + line.ljust(78) if self.live else line, end="" if self.live and done < 1 else "\n", flush=True)
 
 
-def environment(argv):
+def environment(program, argv):
     try:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
     except OSError:
         commit = ""
     return {"torch": torch.__version__, "python": platform.python_version(), "platform": platform.system(),
-            "threads": torch.get_num_threads(), "command": "python train.py " + " ".join(argv), "commit": commit or None}
+            "threads": torch.get_num_threads(), "command": " ".join(["python", program, *argv]), "commit": commit or None}
 
 
 def print_report(results, folder):

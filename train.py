@@ -16,6 +16,7 @@ Random numbers of an epoch depend on the seed and the epoch alone, so a run resu
 it had never stopped.
 """
 
+import argparse
 import csv
 import io
 import json
@@ -260,46 +261,81 @@ def audit(run, args, progress):
     return results, pictures
 
 
-def run(argv):
-    args = parse(argv)
+def finish(run, args, folder, argv, program):
+    """Attack, audit, write, print."""
+    progress = Progress()
+    results, pictures = audit(run, args, lambda name, done: progress(f"{name:8}", done))
+    results["environment"] = environment(program, argv)
+    write(folder / "reconstructions.png", lambda temporary: save_pictures(temporary, run.splits.test.float(), pictures))
+    write(folder / "results.json", json.dumps(results, indent=1))
+    print_report(results, folder)
+
+
+def load_splits(args):
     splits = data.load(args.dataset, args.data_dir, args.image_size, args.seed, args.val_share, args.aux_share, args.train_size)
     if splits.train.x.shape[-1] < MIN_IMAGE_SIZE:
         raise UserError(f"--dataset {args.dataset}: its images have {splits.train.x.shape[-1]} pixels a side; enlarge them with --image-size {MIN_IMAGE_SIZE}.")
     if len(splits.train) < args.batch_size:
         raise UserError(f"--batch-size {args.batch_size}: there are only {len(splits.train)} training images; lower it.")
+    return splits
+
+
+def train(argv):
+    args = parse(argv)
     folder = Path(args.runs_dir) / args.out
-    run = Run(args, splits)
+    run = Run(args, load_splits(args))
     if args.resume:
         state = read_checkpoint(folder / "checkpoint.pt")
         changed = [k for k, v in vars(args).items() if state["config"].get(k) != v and k not in ("resume", "verbose", "runs_dir", "device")]
         if changed:
             raise UserError(f"--resume: {folder / 'checkpoint.pt'} was made with another --{changed[0].replace('_', '-')}; repeat its settings or choose another --out.")
         run.load(state)
-    print(f"{args.dataset}: {len(splits.train)} train, {len(splits.val)} val, {len(splits.test)} test images of {len(splits.classes)} classes")
+    s = run.splits
+    print(f"{args.dataset}: {len(s.train)} train, {len(s.val)} val, {len(s.test)} test images of {len(s.classes)} classes")
     print(f"{args.arch} cut after {run.net.config['cut']} units, z = {'x'.join(map(str, run.shape))}, sigma {args.sigma:g}, "
           f"surrogate {args.surrogate}, defence {args.defense}, device {args.device}")
     if run.cel is not None:
         print(f"lambda {args.lambd:g}, scale {args.scale:g}, warm-up {args.warmup} of {args.epochs} epochs" + (f", delay {run.delay} calls" if run.delay else ""))
     progress = Progress()
-    run.train(lambda r: save_run(folder, r), lambda done, total: progress("train ", done / total))
-    results, pictures = audit(run, args, lambda name, done: progress(f"{name:6}", done))
-    results["environment"] = environment(argv)
-    write(folder / "reconstructions.png", lambda temporary: save_pictures(temporary, splits.test.float(), pictures))
-    write(folder / "results.json", json.dumps(results, indent=1))
-    print_report(results, folder)
+    run.train(lambda r: save_run(folder, r), lambda done, total: progress("train   ", done / total))
+    finish(run, args, folder, argv, "train.py")
 
 
-def main(argv=None):
+def attack_checkpoint(argv):
+    """A trained run attacked again, with other attackers or a stronger one: flags of the attack group, the rest as trained."""
+    if not argv or argv[0].startswith("-"):
+        raise UserError("name the run's folder first, as in: python attack.py runs/NAME --attack decoder,gan,whitebox")
+    folder = Path(argv[0])
+    state = read_checkpoint(folder / "checkpoint.pt")
+    given = parse(argv[1:])
+    trained = argparse.Namespace(**{**state["config"], "device": given.device, "data_dir": given.data_dir if "--data-dir" in argv else state["config"]["data_dir"]})
+    for flag in [a.split("=")[0] for a in argv[1:] if a.startswith("--")]:
+        name = flag[2:].replace("-", "_")
+        if not name.startswith(("attack", "whitebox")) and name not in ("device", "data_dir"):
+            raise UserError(f"{flag}: fixed when the run was trained; attack.py takes --attack..., --whitebox..., --device and --data-dir.")
+        setattr(trained, name, getattr(given, name))
+    if trained.attacker_data == "aux" and not trained.aux_share:
+        raise UserError("--attacker-data aux: the run was trained on all images; train it again with --attacker-data aux to keep some for the attacker.")
+    run = Run(trained, load_splits(trained))
+    run.load(state)
+    finish(run, trained, folder, argv, "attack.py")
+
+
+def cli(command, argv, program):
     argv = sys.argv[1:] if argv is None else argv
     try:
-        run(argv)
+        command(argv)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"\ninterrupted; go on with: python train.py {' '.join(argv)} --resume", file=sys.stderr)
+        print(f"\ninterrupted; go on with: python {program} {' '.join(argv)}{' --resume' if program == 'train.py' else ''}", file=sys.stderr)
         return 130
     return 0
+
+
+def main(argv=None):
+    return cli(train, argv, "train.py")
 
 
 if __name__ == "__main__":

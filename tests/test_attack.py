@@ -162,9 +162,10 @@ def test_fingerprint_sees_every_weight_and_buffer(name):
 
 def test_the_papers_decoder():
     decoder = Decoder((8, 8, 8), 32, blocks=8, channels=64)
+    conv_bn = lambda a, b: 9 * a * b + 2 * b
     conv = lambda a, b: 9 * a * b + b
-    by_hand = conv(8, 64) + 8 * 2 * conv(64, 64) + 2 * conv(64, 64) + conv(64, 64) + conv(64, 3)
-    assert sum(p.numel() for p in decoder.parameters()) == by_hand == pytest.approx(0.71e6, rel=0.01)
+    by_hand = conv_bn(8, 64) + 8 * 2 * conv_bn(64, 64) + conv(64, 128) + 2 * conv_bn(32, 32) + conv(32, 12)
+    assert sum(p.numel() for p in decoder.parameters()) == by_hand == pytest.approx(0.71e6, rel=0.03)
     out = decoder(torch.randn(2, 8, 8, 8))
     assert out.shape == (2, 3, 32, 32) and (out > 0).all() and (out < 1).all()
 
@@ -174,7 +175,8 @@ def test_the_papers_decoder():
 def test_decoder_reaches_the_image_with_all_its_blocks(shape, size, blocks):
     decoder = Decoder(shape, size, blocks, 4)
     assert decoder(torch.randn(1, *shape)).shape == (1, 3, size, size)
-    assert sum(isinstance(m, attack.Residual) for m in decoder.modules()) == blocks
+    doublings = (size // shape[1]).bit_length() - 1  # each but the last is followed by one more block
+    assert sum(isinstance(m, attack.Residual) for m in decoder.modules()) == blocks + max(0, doublings - 1)
 
 
 @pytest.mark.parametrize("side, size, advice", [(8, 36, 32), (8, 33, 32), (9, 40, 36)])
@@ -185,11 +187,22 @@ def test_decoder_says_which_size_it_can_reach(side, size, advice):
 
 
 def test_residual_adds_its_body():
-    block = attack.Residual(3)
+    block = attack.Residual(3).eval()
     x = torch.randn(1, 3, 5, 5)
-    assert torch.allclose(block(x), x + block.body(x))
+    assert torch.allclose(block(x), torch.relu(x + block.body(x))) and not torch.allclose(block(x), torch.relu(x))
     nn.init.zeros_(block.body[-1].weight), nn.init.zeros_(block.body[-1].bias)
-    assert torch.equal(block(x), x)
+    assert torch.equal(block(x), torch.relu(x))
+
+
+def test_decoder_sees_squeezed_features_as_large_as_any():
+    torch.manual_seed(0)
+    decoder, z = Decoder((4, 8, 8), 32, 1, 8).eval(), torch.rand(50, 4, 8, 8)
+    decoder.observe(z)
+    assert torch.allclose(((z - decoder.mean) / decoder.std).mean((0, 2, 3)), torch.zeros(4), atol=1e-5)
+    assert torch.allclose(((z - decoder.mean) / decoder.std).std((0, 2, 3)), torch.ones(4), atol=1e-5)
+    plain = decoder(z)
+    decoder.observe(0.5 + 1e-3 * z)
+    assert torch.allclose(decoder(0.5 + 1e-3 * z), plain, atol=1e-2)
 
 
 # ------------------------------------------------------------------------------------------------ attack.py's own loop

@@ -170,7 +170,7 @@ def test_pruned_channels(arch, bottleneck):
     entry = convolutions(net.server)[0]
     assert entry.in_channels == (bottleneck or 7)
     if bottleneck:
-        assert entry.out_channels == 7  # back to the width at the cut
+        assert entry.out_channels == UNITS[arch][2][0] * 8  # back to the unpruned width at the cut
     z = net.encoder(images())
     net.server(z).square().sum().backward()
     assert all(p.grad is not None for p in net.parameters())
