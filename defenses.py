@@ -37,7 +37,7 @@ from torch import nn
 from torch.func import functional_call
 
 from attack import Decoder, ssim
-from data import UserError
+from report import UserError
 from split_net import UNITS, SplitNet, count_flops
 
 PROXY_SEED = 104_729  # another initialisation than the evaluating attacker's (attack.ATTACKER_SEED)

@@ -14,7 +14,7 @@ from split_net import MIN_IMAGE_SIZE, UNITS
 
 SHORT_RUN = 0.2  # of the epochs: the longest warm-up; of the steps behind it: the longest delay of a surrogate
 # Chosen on validation images (README, "How the defaults were chosen"): λ, γ, warm-up epochs.
-DEFAULTS = {"none": (0.0, 1.0, 0), "gmm": (1.0, 1.0, 1), "cluster": (16.0, 1.0, 1), "gated": (16.0, 0.1, 5), "slot": (16.0, 0.25, 3)}
+DEFAULTS = {"none": (0.0, 1.0, 0), "gmm": (0.01, 1.0, 1), "cluster": (3.0, 1.0, 1), "gated": (30.0, 0.1, 5), "slot": (48.0, 0.25, 3)}
 
 
 class Parser(argparse.ArgumentParser):
@@ -62,7 +62,7 @@ def parse(argv=None):
     g = p.add_argument_group("surrogate's own (default: as in its file)")
     g.add_argument("--clusters", type=int, help="K of gmm and cluster")
     g.add_argument("--form", choices=("log", "lin"), help="cluster: log hinge or plain variance")
-    g.add_argument("--variance", choices=("trace", "per_dim"), help="cluster, gated: one hinge on the trace or one per dimension")
+    g.add_argument("--variance", default="per_dim", choices=("trace", "per_dim"), help="cluster, gated: one hinge on the trace or one per dimension")
     g.add_argument("--outliers", choices=("keep", "truncate", "reseed"), help="cluster: what happens to clusters of outlying variance")
     g.add_argument("--covariance", choices=("diag", "full"), help="gmm")
     g.add_argument("--update-scale", type=float, help="gmm: s of the running update")

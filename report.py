@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 CHECKPOINT_FORMAT = 1
+LABEL_WIDTH = 70  # pixels left of the pictures, for the name of the row
 
 
 class UserError(Exception):
@@ -101,7 +102,7 @@ def save_pictures(path, originals, rows, count=10, zoom=3):
     count = min(count, len(originals))
     strips = {"original": originals[:count], **{name: x[:count] for name, x in rows.items()}}
     tile = originals.shape[-1] * zoom
-    label = 70
+    label = LABEL_WIDTH
     sheet = Image.new("RGB", (label + count * tile, len(strips) * tile), "white")
     for i, (name, x) in enumerate(strips.items()):
         pixels = (x.clamp(0, 1) * 255).round().to(torch.uint8).permute(2, 0, 3, 1).reshape(x.shape[-2], -1, 3)
