@@ -1,0 +1,101 @@
+"""Gain at equal accuracy on curves with a known answer, and the grid's bookkeeping."""
+
+import json
+import math
+import random
+
+import pytest
+
+import bench
+from report import UserError
+
+
+def curve(k, accuracies):
+    """MSE falls exponentially with accuracy, k times as high as for k = 1."""
+    return [(a, k * math.exp(-3 * a)) for a in accuracies]
+
+
+def test_gain_of_a_curve_k_times_as_high_is_k():
+    a, b = curve(1.3, [0.5, 0.6, 0.72, 0.9]), curve(1.0, [0.45, 0.61, 0.7, 0.85])
+    assert bench.gain(a, b) == pytest.approx(1.3, rel=1e-9)
+    assert bench.gain(b, a) == pytest.approx(1 / 1.3, rel=1e-9)
+    assert bench.gain(a, a) == pytest.approx(1, abs=1e-12)
+
+
+def test_gain_is_the_mean_log_ratio():
+    """Two straight lines in log MSE that cross in the middle of the shared range have gain 1; tilted, the known mean."""
+    assert bench.gain([(0.4, 4.0), (0.6, 1.0)], [(0.4, 3.0), (0.6, 4 / 3 * 0.999999)]) == pytest.approx(1, rel=1e-5)
+    # ratio goes from 1 to 4 linearly in the log: the mean is its square root, 2
+    assert bench.gain([(0.0, 8.0), (1.0, 4.0)], [(0.0, 8.0), (1.0, 1.0)]) == pytest.approx(2, rel=1e-9)
+
+
+def test_beaten_points_and_order_do_not_count():
+    points = curve(1.2, [0.5, 0.7, 0.9])
+    worse = points + [(0.6, 1e-3), (0.5, 0.01)]
+    random.Random(0).shuffle(worse)
+    assert bench.front(worse) == sorted(points)
+    assert bench.gain(worse, curve(1, [0.5, 0.9])) == pytest.approx(1.2, rel=1e-9)
+
+
+def test_single_points_and_curves_that_never_meet():
+    assert bench.gain([(0.7, 0.03)], curve(0.1, [0.6, 0.8])) == pytest.approx(0.03 / (0.1 * math.exp(-2.1)), rel=1e-9)
+    assert bench.gain(curve(1, [0.1, 0.2]), curve(1, [0.5, 0.6])) is None
+
+
+def test_interval_over_seeds():
+    a = {s: curve(k, [0.5, 0.9]) for s, k in enumerate((1.2, 1.3, 1.4))}
+    b = {s: curve(1, [0.5, 0.9]) for s in range(3)}
+    mean, low, high, n = bench.gain_interval(a, b)
+    half = 4.303 * 0.1 / math.sqrt(3)
+    assert (mean, low, high, n) == (pytest.approx(1.3), pytest.approx(1.3 - half), pytest.approx(1.3 + half), 3)
+    assert bench.gain_interval({0: a[0]}, b)[1:] == (None, None, 1)
+
+
+def test_shards_cover_the_grid_once():
+    whole = bench.cells("shapes")
+    parts = [bench.cells("shapes", f"{i}/4") for i in (1, 2, 3, 4)]
+    assert sorted(sum(parts, [])) == sorted(whole) and len({name for name, _ in whole}) == len(whole) == 15
+    for shard in ("0/2", "3/2", "x"):
+        with pytest.raises(UserError, match="--shard"):
+            bench.cells("shapes", shard)
+    with pytest.raises(UserError, match="--preset"):
+        bench.cells("nothing")
+
+
+TINY = ("--width 4 --train-size 200 --batch-size 64 --epochs 2 --warmup 1 --attack-epochs 1 --attack-blocks 1 --attack-channels 8 "
+        "--surrogate {}")
+
+
+def test_run_resume_and_report_on_two_tiny_cells(tmp_path, monkeypatch, capsys):
+    results = tmp_path / "results"
+    monkeypatch.setitem(bench.PRESETS, "shapes", lambda: {f"{s}-seed0": TINY.format(s) for s in ("none", "gated")})
+    assert bench.run_cells("shapes", runs_dir=tmp_path / "runs", results=results) == 0
+    before = {p.name: p.stat().st_mtime_ns for p in (results / "shapes").iterdir()}
+    assert sorted(before) == ["gated-seed0.json", "gated-seed0.png", "none-seed0.json", "none-seed0.png"]
+    assert str(tmp_path) not in (results / "shapes" / "none-seed0.json").read_text()  # no path of the machine
+
+    # a finished cell is never run again; a broken one is
+    (results / "shapes" / "gated-seed0.json").write_text('{"accur')
+    assert bench.run_cells("shapes", runs_dir=tmp_path / "runs", results=results) == 0
+    assert (results / "shapes" / "none-seed0.json").stat().st_mtime_ns == before["none-seed0.json"]
+    assert bench.finished(results / "shapes" / "gated-seed0.json")
+
+    # the report is made from the cells alone
+    monkeypatch.setattr(bench.subprocess, "run", lambda *a, **k: pytest.fail("the report must not train"))
+    readme = tmp_path / "README.md"
+    readme.write_text("above\n<!-- shapes -->\nold\n<!-- /shapes -->\nbelow\n")
+    bench.report(results, readme)
+    text = readme.read_text()
+    cell = json.loads((results / "shapes" / "gated-seed0.json").read_text())
+    assert "old" not in text and text.startswith("above") and text.endswith("below\n")
+    assert f"| gated | {100 * cell['accuracy']:.2f} | {cell['attacks']['decoder']['test']['mse']:.4f} |" in text
+    from PIL import Image
+    with Image.open(results / "first-screen.png") as sheet, Image.open(results / "shapes" / "gated-seed0.png") as own:
+        assert sheet.height == own.height // 2 * 3
+        assert sheet.crop((70, 192, 166, 288)).tobytes() == own.crop((70, 96, 166, 192)).tobytes()
+
+
+def test_a_broken_cell_is_reported(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(bench.PRESETS, "shapes", lambda: {"bad": "--sigma -1"})
+    assert bench.run_cells("shapes", runs_dir=tmp_path, results=tmp_path / "results") == 1
+    assert "--sigma" in capsys.readouterr().out and not (tmp_path / "results").exists()
