@@ -47,7 +47,24 @@ def shapes_cells():
     return {f"{s}-seed{seed}": f"--surrogate {s} --seed {seed}" for seed in SEEDS for s in SURROGATES}
 
 
-PRESETS = {"shapes": shapes_cells}
+CPU = "--dataset DATA/cifar10 --train-size 10000 --epochs 8 --attack-epochs 6"
+CPU_SIGMAS = (0.1, 0.2, 0.3, 0.5, 0.8)  # noise alone
+CPU_LAMBDAS = {"gmm": (0.003, 0.01, 0.03, 0.1), "cluster": (1, 3, 10, 30), "gated": (10, 30, 100, 300), "slot": (16, 48, 150, 500)}
+
+
+def cpu_cells():
+    """CIFAR-10, 10,000 images, a narrow network: noise alone over σ, each surrogate over λ at σ = 0.1."""
+    grid = {}
+    for seed in SEEDS:
+        for sigma in CPU_SIGMAS:
+            grid[f"none-sigma{sigma}-seed{seed}"] = f"{CPU} --sigma {sigma} --seed {seed}"
+        for s, lambdas in CPU_LAMBDAS.items():
+            for lambd in lambdas:
+                grid[f"{s}-lambda{lambd}-seed{seed}"] = f"{CPU} --surrogate {s} --lambd {lambd} --seed {seed}"
+    return grid
+
+
+PRESETS = {"shapes": shapes_cells, "cpu": cpu_cells}
 
 
 def cells(preset, shard="1/1", only=""):
@@ -165,6 +182,28 @@ def summary_table(groups):
     return "\n".join(lines)
 
 
+def curves(found):
+    """{method: {seed: [(accuracy, decoder MSE on test)]}} from {name: results}; the method is the name's first word."""
+    found_curves = {}
+    for name, r in found.items():
+        point = (r["accuracy"], r["attacks"]["decoder"]["test"]["mse"])
+        found_curves.setdefault(name.split("-")[0], {}).setdefault(r["config"]["seed"], []).append(point)
+    return found_curves
+
+
+def gain_table(found):
+    """Markdown: every method's points, and its gain at equal accuracy over noise alone."""
+    lines = ["| method | points (accuracy %: MSE), first seed | gain over noise alone | 95 % interval | seeds |", "|---|---|---|---|---|"]
+    by_method = curves(found)
+    for method in [s for s in SURROGATES if s in by_method]:
+        seeds = by_method[method]
+        points = ", ".join(f"{100 * a:.1f}: {m:.4f}" for a, m in front(seeds[min(seeds)]))
+        mean, low, high, n = gain_interval(seeds, by_method.get("none", {}))
+        interval = f"{low:.2f} – {high:.2f}" if low is not None else "–"
+        lines.append(f"| {method} | {points} | {f'{mean:.2f}' if mean else '–'} | {interval} | {n} |")
+    return "\n".join(lines)
+
+
 def stack_rows(pictures, path, columns=10):
     """One sheet from reconstructions.png files: the originals of the first, then the decoder's row of each {label: file}."""
     from PIL import Image, ImageDraw  # comes with torchvision
@@ -198,6 +237,9 @@ def report(results=RESULTS, readme_path=ROOT / "README.md"):
         readme = fill(readme, "shapes", summary_table(groups))
         pictures = {s: results / "shapes" / f"{s}-seed0.png" for s in groups if (results / "shapes" / f"{s}-seed0.png").exists()}
         stack_rows(pictures, results / "first-screen.png")
+    cpu = load_cells("cpu", results)
+    if cpu:
+        readme = fill(readme, "cpu", gain_table(cpu))
     write(readme_path, readme)
 
 

@@ -193,6 +193,8 @@ class Run:
         part = self.splits.train[chosen] if len(chosen) < len(self.splits.train) else self.splits.train
         self.net.eval()
         self.cel.refresh(pooled(self.victim.features(part.x), self.args.pool), part.y.to(self.args.device))
+        if hasattr(self.cel, "num_samples"):
+            self.cel.num_samples.fill_(len(self.splits.train))  # N of the running update counts the whole set
 
     def train(self, save, tick):
         args = self.args

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import attack
+import data
 from attack import AttackImages, Decoder, Victim, attacker_images, fit_decoder, metrics, mse, psnr, row_hashes, ssim, strongest
 from data import Images, Splits
 from report import UserError
@@ -484,3 +485,60 @@ def test_an_attack_that_changes_the_victim_is_found_out(monkeypatch, harm):
     monkeypatch.setitem(attack.ATTACKS, "harmful", constant_attack(0.5, harm))
     with pytest.raises(RuntimeError, match="changed the victim"):
         attack.run(["harmful"], small_victim(), attack_images(), OPTIONS)
+
+
+# ------------------------------------------------------------------------------------------------ gan and whitebox
+
+def test_critic_learns_a_slope_of_one_and_the_generator_pays_its_score():
+    """On two point masses the optimal WGAN-GP critic rises with slope about 1 from fake to real."""
+    torch.manual_seed(0)
+    critic = attack.Critic(16, "cpu", 4)
+    for group in critic.optimizer.param_groups:
+        group["lr"] = 3e-3
+    real, fake = torch.full((16, 3, 16, 16), 0.6), torch.full((16, 3, 16, 16), 0.4)
+    distance = (real[0] - fake[0]).norm().item()
+    for _ in range(150):
+        fake_in = fake.clone().requires_grad_()
+        term = critic.term(fake_in, real)
+    with torch.no_grad():
+        gap = (critic.layers(real) - critic.layers(fake)).mean().item()
+    assert gap == pytest.approx(distance, rel=0.15)
+    assert term.item() == pytest.approx(-attack.GAN_WEIGHT * critic.layers(fake).mean().item(), rel=1e-4)
+    slope, = torch.autograd.grad(term, fake_in)
+    assert (slope * (real - fake)).sum() < 0  # descending the term moves the fake towards the real
+    assert all(p.requires_grad for p in critic.layers.parameters())
+
+
+def test_total_variation_by_loops():
+    x = torch.rand(2, 3, 4, 5, dtype=torch.float64)
+    for i in range(2):
+        rows = sum(abs(x[i, c, a + 1, b] - x[i, c, a, b]) for c in range(3) for a in range(3) for b in range(5)) / (3 * 3 * 5)
+        cols = sum(abs(x[i, c, a, b + 1] - x[i, c, a, b]) for c in range(3) for a in range(4) for b in range(4)) / (3 * 4 * 4)
+        assert attack.total_variation(x)[i].item() == pytest.approx((rows + cols).item(), abs=1e-12)
+
+
+def test_whitebox_inverts_an_invertible_encoder():
+    """Through an orthogonal map of the pixels and no noise the image itself is the only minimum."""
+    torch.manual_seed(0)
+    mix = torch.linalg.qr(torch.randn(3, 3)).Q
+
+    class Orthogonal(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.Parameter(mix)
+
+        def forward(self, x):
+            return torch.einsum("ij,bjhw->bihw", self.mix, x)
+
+    victim = attack.Victim(Orthogonal(), 0.0)
+    part = data.draw_shapes(6, size=16)
+    images = attack.AttackImages(part, part, {"test": part})
+    options = type("Options", (), dict(whitebox_steps=200))
+    reconstruct, facts = attack.whitebox_attack(victim, images, options, lambda done: None, {})
+    x = part.float()
+    found = reconstruct(victim.send(victim.features(part.x)))
+    assert attack.mse(found, x) < 2e-4 < 0.1 * x.var()
+    assert facts["starts"] == 2 and victim.encoder.mix.grad is None
+    # a start from another attacker's reconstruction is used, and the better start is taken image by image
+    reconstruct, facts = attack.whitebox_attack(victim, images, type("Options", (), dict(whitebox_steps=1)), lambda done: None, {"decoder": lambda sent: x})
+    assert facts["starts"] == 3 and attack.mse(reconstruct(victim.features(part.x)), x) < 5e-3

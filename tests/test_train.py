@@ -110,6 +110,54 @@ def test_statistics_are_those_of_the_training_features(tmp_path, surrogate):
         assert torch.allclose(weights @ centers[c], z[y == c].mean(0), atol=1e-4)
 
 
+def test_batchnorm_makes_no_difference_that_matters(tmp_path):
+    """Centres are fitted on eval-mode features and used on train-mode ones: on the same images, the spread about the
+    centres is the same within a few percent, far from what would change the loss's hinge or its gradient."""
+    go(tmp_path, "--surrogate", "cluster", "--attack", "none", "--epochs", "8", "--train-size", "300", "--batch-size", "32")
+    args = parse([*TINY, "--surrogate", "cluster", "--train-size", "300", "--batch-size", "32"])
+    run = train.Run(args, data.load("shapes", train_size=300))
+    run.load(read_checkpoint(tmp_path / "run" / "checkpoint.pt"))
+    x, y = run.splits.train.float(), run.splits.train.y
+    losses, grads = {}, {}
+    for mode in ("eval", "train"):
+        run.net.train(mode == "train")
+        with torch.no_grad():
+            z = torch.cat([run.net.encoder(part) for part in x.split(90)])
+        z.requires_grad_()
+        loss = run.cel(z, y)
+        losses[mode], (grads[mode],) = loss.item(), torch.autograd.grad(loss, z)
+    assert losses["train"] == pytest.approx(losses["eval"], rel=0.05)
+    assert torch.cosine_similarity(grads["train"].flatten(), grads["eval"].flatten(), dim=0) > 0.95
+
+
+def test_three_attackers_and_attacking_a_checkpoint_again(tmp_path, capsys):
+    import attack as attack_program
+    small = ["--whitebox-images", "6", "--whitebox-steps", "8"]
+    first = go(tmp_path, "--attack", "decoder,gan,whitebox", *small)
+    assert list(first["attacks"]) == ["decoder", "gan", "whitebox"]
+    assert first["attacks"]["whitebox"]["test"]["images"] == 6 and first["attacks"]["gan"]["test"]["images"] == 60
+    for split in ("train", "test"):
+        common = {name: r[split]["mse_common"] for name, r in first["attacks"].items()}
+        assert first["strongest"][split] == min(common, key=common.get)
+    from PIL import Image
+    with Image.open(tmp_path / "run" / "reconstructions.png") as picture:
+        assert picture.size[1] == 4 * 3 * 32
+    # the decoder alone, on the saved checkpoint: the same victim, the same random numbers, the same figures
+    assert attack_program.main([str(tmp_path / "run"), "--attack", "decoder", *small]) == 0
+    again = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert again["accuracy"] == first["accuracy"]
+    for split in ("train", "test"):
+        assert again["attacks"]["decoder"][split]["mse"] == first["attacks"]["decoder"][split]["mse"]
+    capsys.readouterr()
+    for argv, words in (([], "runs/NAME"), ([str(tmp_path / "nothing")], "no such checkpoint"),
+                        ([str(tmp_path / "run"), "--sigma", "1"], "--sigma"),
+                        ([str(tmp_path / "run"), "--attacker-data", "aux"], "--attacker-data aux")):
+        assert attack_program.main(argv) == 2
+        error = capsys.readouterr().err
+        assert words in error and len(error.strip().splitlines()) == 1
+    assert json.loads((tmp_path / "run" / "results.json").read_text()) == again
+
+
 def test_surrogate_is_silent_before_the_first_refresh(tmp_path):
     results = go(tmp_path, "--surrogate", "cluster", "--warmup", "0", "--ramp", "0", "--attack", "none")
     rows = list(csv.DictReader((tmp_path / "run" / "log.csv").open()))
