@@ -82,7 +82,8 @@ def metrics(original, reconstruction):
         squares += mse(a, b).item() * len(a)
         likeness += ssim(a, b).item() * len(a)
     error = squares / len(original)
-    return {"mse": error, "nmse": error / original.double().var().item(),
+    variance = max(original.double().var().item(), sys.float_info.min)
+    return {"mse": error, "nmse": error / variance,
             "psnr": 10 * math.log10(1 / error) if error else math.inf, "ssim": likeness / len(original)}
 
 
