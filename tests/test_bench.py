@@ -54,7 +54,7 @@ def test_interval_over_seeds():
 def test_shards_cover_the_grid_once():
     whole = bench.cells("shapes")
     parts = [bench.cells("shapes", f"{i}/4") for i in (1, 2, 3, 4)]
-    assert sorted(sum(parts, [])) == sorted(whole) and len({name for name, _ in whole}) == len(whole) == 15
+    assert sorted(sum(parts, [])) == sorted(whole) and len({name for name, _ in whole}) == len(whole) == 16
     for shard in ("0/2", "3/2", "x"):
         with pytest.raises(UserError, match="--shard"):
             bench.cells("shapes", shard)
