@@ -12,6 +12,7 @@ from cem import ETA_REF
 from report import UserError
 from split_net import MIN_IMAGE_SIZE, UNITS
 
+GATES = ("cross_attention", "per_dim_gate", "snr_gate", "slot_mass", "class_gate")  # of slot, each can be switched off
 SHORT_RUN = 0.2  # of the epochs: the longest warm-up; of the steps behind it: the longest delay of a surrogate
 # Chosen on validation images (README, "How the defaults were chosen"): λ, γ, warm-up epochs.
 DEFAULTS = {"none": (0.0, 1.0, 0), "gmm": (0.01, 1.0, 1), "cluster": (3.0, 1.0, 1), "gated": (30.0, 0.1, 5), "slot": (48.0, 0.25, 3)}
@@ -124,6 +125,9 @@ def complete(args):
         if name not in ATTACKS:
             raise UserError(f"--attack {name}: unknown attacker; use {', '.join(ATTACKS)}, joined by commas, or none.")
     args.off = [name for name in args.off.split(",") if name]
+    for name in args.off:
+        if name not in GATES:
+            raise UserError(f"--off {name}: no such gate; use {', '.join(GATES)}, joined by commas.")
     args.aux_share = args.aux_share if args.attacker_data == "aux" else 0.0
     if args.out is None:
         dataset = re.sub(r"[^A-Za-z0-9]+", "-", Path(args.dataset).name) or "images"

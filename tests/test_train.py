@@ -221,7 +221,7 @@ def test_a_folder_of_images_from_the_command_line(tmp_path):
 @pytest.mark.parametrize("flags, words", [
     (["--sigma", "0", "--surrogate", "gmm"], "--sigma 0"), (["--sigma", "-1"], "--sigma"), (["--cut", "9"], "--cut 9"),
     (["--dataset", "nowhere"], "nowhere"), (["--out", "../escape"], "--out"), (["--defense", "prayer"], "prayer"),
-    (["--attack", "luck"], "luck"), (["--batch-size", "5000"], "--batch-size 5000"), (["--surrogate", "magic"], "magic"),
+    (["--attack", "luck"], "luck"), (["--surrogate", "slot", "--off", "class_gat"], "class_gate"), (["--batch-size", "5000"], "--batch-size 5000"), (["--surrogate", "magic"], "magic"),
 ])
 def test_a_users_mistake_is_one_sentence(tmp_path, capsys, flags, words):
     go(tmp_path, *flags, expect=2) if "--out" not in flags else None
