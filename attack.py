@@ -322,8 +322,8 @@ def whitebox_attack(victim, images, options, progress, known):
         for step in range(options.whitebox_steps):
             optimizer.param_groups[0]["lr"] = WHITEBOX_LR * 0.5 * (1 + math.cos(math.pi * step / options.whitebox_steps))
             x = torch.sigmoid(u)
-            # ‖F_e(x) − z'‖² / D + t·TV(x), each image for itself
-            objective = (frozen(x) - target).square().mean((1, 2, 3)) + tv_weight * total_variation(x)
+            # ‖F_e(x) − z'‖² / D + t·TV(x), each image for itself; an exact 0 was dropped on the wire and says nothing
+            objective = ((frozen(x) - target) * (target != 0)).square().mean((1, 2, 3)) + tv_weight * total_variation(x)
             u.grad, = torch.autograd.grad(objective.sum(), u)
             optimizer.step()
             progress(((done - 1) * options.whitebox_steps + step + 1) / (calls * options.whitebox_steps))
@@ -369,7 +369,7 @@ def strongest(results):
 
 
 def main(argv=None):
-    """python attack.py runs/NAME [--attack ...]: attack a trained run again; rewrites its results.json and pictures."""
+    """python attack.py runs/NAME [--attack ...]: attack a trained run again -> attack.json, attack.png beside its results."""
     from train import attack_checkpoint, cli  # train.py imports this file
     return cli(attack_checkpoint, argv, "attack.py")
 

@@ -31,8 +31,9 @@ import torch
 
 ETA_REF = 1e-3
 AUDIT_SHRINKAGE = (0.0, 0.1, 0.3, 0.6, 1.0)  # how far a class's covariance may leave the pooled one
-AUDIT_FULL_DIM = 2048  # above this many features the audit's covariances are diagonal
+AUDIT_FULL_DIM = 1024  # above this many features the audit's covariances are diagonal
 AUDIT_MAX_CLASSES = 64  # above this many classes the audit uses one pooled covariance
+AUDIT_NUMBERS = 50_000_000  # at most this many features, samples times D, are held for the audit
 
 
 def channel(z, sigma, generator=None):
@@ -111,6 +112,12 @@ def clip_norm(g, max_norm):
 
 # ------------------------------------------------------------------------------------------------ leakage audit
 
+def audit_sample(images, dim, seed=0):
+    """The images, or as many of them as the audit can hold."""
+    keep = max(1000, AUDIT_NUMBERS // dim)
+    return images if len(images) <= keep else images[torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[:keep]]
+
+
 def leakage_bits(z_fit, y_fit, z_test, sigma, generator=None):
     """Upper bound on I(x;z') in bits, with its standard error over the test samples.
 
@@ -145,10 +152,12 @@ def cross_entropies(z_fit, y_fit, z, sigma, shrinkage):
     means = torch.zeros(len(classes), z.shape[1], dtype=z.dtype, device=z.device).index_add_(0, index, z_fit) / count[:, None]
     centred = z_fit - means[index]
     pooled = covariance(centred, full)
-    logs = []
+    logs, density = [], None
     for c in range(len(classes)):
-        cov = (1 - shrinkage) * pooled + (shrinkage * covariance(centred[index == c], full) if shrinkage else 0)
-        logs.append(math.log(count[c] / len(z_fit)) + gaussian_log_density(z - means[c], cov, sigma))
+        if shrinkage or density is None:
+            cov = (1 - shrinkage) * pooled + (shrinkage * covariance(centred[index == c], full) if shrinkage else 0)
+            density = GaussianDensity(cov, sigma)
+        logs.append(math.log(count[c] / len(z_fit)) + density.log(z - means[c]))
     return -torch.logsumexp(torch.stack(logs), 0)
 
 
@@ -156,12 +165,19 @@ def covariance(centred, full):
     return centred.T @ centred / len(centred) if full else centred.square().mean(0)
 
 
-def gaussian_log_density(x, cov, sigma):
-    # log N(x; 0, Σ + σ²I) = −½ (xᵀ(Σ+σ²I)⁻¹x + log|Σ+σ²I| + D log 2π); Σ [D, D], or its diagonal [D]
-    constant = x.shape[1] * math.log(2 * math.pi)
-    if cov.dim() == 1:
-        variance = cov + sigma ** 2
-        return -0.5 * ((x.square() / variance).sum(1) + variance.log().sum() + constant)
-    chol = torch.linalg.cholesky(cov + sigma ** 2 * torch.eye(len(cov), dtype=cov.dtype, device=cov.device))
-    white = torch.linalg.solve_triangular(chol, x.T, upper=False)  # [D, N]
-    return -0.5 * (white.square().sum(0) + 2 * chol.diagonal().log().sum() + constant)
+class GaussianDensity:
+    """N(0, Σ + σ²I) with Σ [D, D], or its diagonal [D]; factored once."""
+
+    def __init__(self, cov, sigma):
+        self.full = cov.dim() == 2
+        if self.full:
+            eye = torch.eye(len(cov), dtype=cov.dtype, device=cov.device)
+            chol = torch.linalg.cholesky(cov + sigma ** 2 * eye)
+            self.whiten, self.logdet = torch.linalg.solve_triangular(chol, eye, upper=False), 2 * chol.diagonal().log().sum()
+        else:
+            self.whiten, self.logdet = (cov + sigma ** 2).rsqrt(), (cov + sigma ** 2).log().sum()
+
+    def log(self, x):
+        # log N(x; 0, Σ + σ²I) = −½ (xᵀ(Σ+σ²I)⁻¹x + log|Σ+σ²I| + D log 2π)
+        white = x @ self.whiten.T if self.full else x * self.whiten  # [N, D]
+        return -0.5 * (white.square().sum(1) + self.logdet + x.shape[1] * math.log(2 * math.pi))

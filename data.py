@@ -56,6 +56,15 @@ class Splits:
     classes: list
 
 
+def fingerprint(splits):
+    """Hash of every pixel and label of every split: a checkpoint belongs to these images."""
+    digest = hashlib.sha256()
+    for part in (splits.train, splits.val, splits.test, splits.aux):
+        digest.update(part.x.permute(0, 2, 3, 1).contiguous().numpy().data)
+        digest.update(part.y.numpy().data)
+    return digest.hexdigest()
+
+
 def to_float(x):
     """uint8 pixels -> float32 in [0, 1], channels_last."""
     return x.to(torch.float32, memory_format=torch.channels_last).div_(255)
@@ -153,7 +162,7 @@ def load_folder(folder, image_size, cache_dir):
     """train/CLASS/* and test/CLASS/*, or Tiny ImageNet's own layout -> (train, test, class names)."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"--dataset {folder}: no such data set or folder; use shapes, cifar10, cifar100, tinyimagenet, "
+        raise UserError(f"--dataset: there is no folder {folder}; use shapes, cifar10, cifar100, tinyimagenet, "
                         "facescrub or a folder with train/CLASS/* and test/CLASS/*.")
     files, classes = (tiny_imagenet_files if (folder / "wnids.txt").is_file() else class_folder_files)(folder)
     listing = "\n".join(f"{split} {path.relative_to(folder)} {label} {path.stat().st_size} {path.stat().st_mtime_ns}"

@@ -1,6 +1,7 @@
 """Every flag of train.py in one place: its default, its one-line why, and what it must satisfy."""
 
 import argparse
+import hashlib
 import math
 import re
 from pathlib import Path
@@ -9,13 +10,27 @@ import torch
 
 from attack import ATTACKS
 from cem import ETA_REF
+from defenses import extra_cut
 from report import UserError
 from split_net import MIN_IMAGE_SIZE, UNITS
 
 GATES = ("cross_attention", "per_dim_gate", "snr_gate", "slot_mass", "class_gate")  # of slot, each can be switched off
+REFRESHED = ("gmm", "cluster")  # silent until their statistics were fitted at the end of the first epoch
 SHORT_RUN = 0.2  # of the epochs: the longest warm-up; of the steps behind it: the longest delay of a surrogate
 # Chosen on validation images (README, "How the defaults were chosen"): λ, γ, warm-up epochs.
 DEFAULTS = {"none": (0.0, 1.0, 0), "gmm": (0.01, 1.0, 1), "cluster": (3.0, 1.0, 1), "gated": (30.0, 0.1, 5), "slot": (48.0, 0.25, 3)}
+
+
+# flags that only some surrogates take
+OWN = {"clusters": ("gmm", "cluster"), "form": ("cluster",), "variance": ("cluster", "gated"), "outliers": ("cluster",), "covariance": ("gmm",),
+       "update_scale": ("gmm",), "attention": ("gated", "slot"), "measure_on": ("gated", "slot"), "hidden": ("gated",), "slots": ("slot",), "off": ("slot",)}
+NOT_SETTINGS = ("out", "runs_dir", "resume", "verbose", "device", "data_dir")  # do not change what a run computes
+IN_NAME = ("dataset", "surrogate", "defense", "sigma", "lambd", "seed")
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    def _get_help_string(self, action):
+        return action.help if action.default in (None, "") else super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):
@@ -24,11 +39,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv=None):
-    p = Parser(description="Train a split network with a conditional-entropy loss, attack it, report.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p = Parser(description="Train a split network with a conditional-entropy loss, attack it, report.", formatter_class=Help, allow_abbrev=False)
     g = p.add_argument_group("images")
     g.add_argument("--dataset", default="shapes", help="shapes (drawn, no download), cifar10, cifar100, tinyimagenet, facescrub, or a folder")
     g.add_argument("--data-dir", default="data", help="where data sets are looked for and downloaded to")
-    g.add_argument("--image-size", type=int, help="resize and centre-crop a folder's images to this (default: their own size)")
+    g.add_argument("--image-size", type=int, help="resize and centre-crop a folder's images to this (default: the short side of the first)")
     g.add_argument("--train-size", type=int, help="use only that many training images, for quick runs (default: all)")
     g.add_argument("--val-share", type=float, default=0.1, help="share of the training images kept for choosing settings; test is never used for that")
     g = p.add_argument_group("network")
@@ -57,13 +72,13 @@ def parse(argv=None):
     g.add_argument("--stash", default="cut", choices=("cut", "params"), help="where the two gradients meet; the same step, cut is faster")
     g.add_argument("--var-threshold", type=float, default=0.125, help="τ = this·σ² per dimension: spread below it is not penalised")
     g.add_argument("--floor", type=float, default=0.01, help="g0 inside both logs, per dimension")
-    g.add_argument("--pool", type=int, default=0, help="average z to this many cells a side before the surrogate; 0: as it is")
+    g.add_argument("--pool", type=int, default=0, help="average z to this many cells a side before the surrogate, which then sees less; 0: as it is")
     g.add_argument("--refresh-every", type=int, default=1, help="epochs between refreshes of gmm's and cluster's statistics")
     g.add_argument("--refresh-samples", type=int, default=50000, help="at most this many images in a refresh, to bound memory")
     g = p.add_argument_group("surrogate's own (default: as in its file)")
     g.add_argument("--clusters", type=int, help="K of gmm and cluster")
     g.add_argument("--form", choices=("log", "lin"), help="cluster: log hinge or plain variance")
-    g.add_argument("--variance", default="per_dim", choices=("trace", "per_dim"), help="cluster, gated: one hinge on the trace or one per dimension")
+    g.add_argument("--variance", choices=("trace", "per_dim"), help="cluster, gated: one hinge on the trace or one per dimension (default: per_dim)")
     g.add_argument("--outliers", choices=("keep", "truncate", "reseed"), help="cluster: what happens to clusters of outlying variance")
     g.add_argument("--covariance", choices=("diag", "full"), help="gmm")
     g.add_argument("--update-scale", type=float, help="gmm: s of the running update")
@@ -93,7 +108,8 @@ def parse(argv=None):
     g.add_argument("--resume", action="store_true", help="go on with an interrupted run of the same settings")
     g.add_argument("--verbose", action="store_true", help="print the surrogate's own figures every 200 calls")
     args = p.parse_args(argv)
-    return complete(args)
+    changed = {k: v for k, v in vars(args).items() if v != p.get_default(k) and k not in (*NOT_SETTINGS, *IN_NAME)}
+    return complete(args, hashlib.sha256(repr(sorted(changed.items())).encode()).hexdigest()[:6] if changed else "")
 
 
 # (flags, what they must satisfy, how to say it)
@@ -103,12 +119,13 @@ CHECKS = [
     ("sigma lambd scale warmup ramp eta_ref clip pool momentum weight_decay", lambda v: v >= 0, "must not be negative"),
     ("image_size", lambda v: v >= MIN_IMAGE_SIZE, f"must be at least {MIN_IMAGE_SIZE}"),
     ("train_size width clusters hidden slots", lambda v: v >= 1, "must be at least 1"),
+    ("seed", lambda v: 0 <= v < 2 ** 31, "must lie between 0 and 2147483647"),
     ("val_share aux_share", lambda v: 0 < v < 1, "must lie between 0 and 1"),
 ]
 
 
-def complete(args):
-    """Check every flag and fill in what depends on others."""
+def complete(args, tag=""):
+    """Check every flag and fill in what depends on others; `tag` tells runs apart that differ in settings not in the name."""
     for names, holds, sentence in CHECKS:
         for name in names.split():
             value = getattr(args, name)
@@ -116,10 +133,19 @@ def complete(args):
                 raise UserError(f"--{name.replace('_', '-')} {value}: {sentence}.")
     if args.surrogate != "none" and args.sigma == 0:
         raise UserError(f"--sigma 0: without noise every bound is infinite, so --surrogate {args.surrogate} has nothing to hold on to; give a positive --sigma.")
+    for name, takers in OWN.items():
+        if getattr(args, name) not in (None, "") and args.surrogate not in takers:
+            raise UserError(f"--{name.replace('_', '-')}: --surrogate {args.surrogate} does not take it, only {' and '.join(takers)}; leave it out.")
+    extra_cut(args.defense)  # refuses an unknown defence
+    if args.surrogate in OWN["variance"]:
+        args.variance = args.variance or "per_dim"
     lambd, scale, warmup = DEFAULTS[args.surrogate]
     args.lambd = lambd if args.lambd is None else args.lambd
     args.scale = scale if args.scale is None else args.scale
-    args.warmup = min(warmup, math.ceil(SHORT_RUN * args.epochs)) if args.warmup is None else args.warmup
+    args.warmup = min(warmup, max(int(SHORT_RUN * args.epochs), 1 if args.surrogate in REFRESHED else 0)) if args.warmup is None else args.warmup
+    silent = max(args.warmup, 1 if args.surrogate in REFRESHED else 0)
+    if args.surrogate != "none" and silent >= args.epochs:
+        raise UserError(f"--epochs {args.epochs}: --surrogate {args.surrogate} would never act, its first {silent} epochs are warm-up; raise --epochs or lower --warmup.")
     args.attack = [] if args.attack == "none" else args.attack.split(",")
     for name in args.attack:
         if name not in ATTACKS:
@@ -129,11 +155,15 @@ def complete(args):
         if name not in GATES:
             raise UserError(f"--off {name}: no such gate; use {', '.join(GATES)}, joined by commas.")
     args.aux_share = args.aux_share if args.attacker_data == "aux" else 0.0
-    if args.out is None:
-        dataset = re.sub(r"[^A-Za-z0-9]+", "-", Path(args.dataset).name) or "images"
-        args.out = f"{dataset}-{args.surrogate}-{args.defense}-sigma{args.sigma:g}-lambda{args.lambd:g}-seed{args.seed}"
-    if not re.fullmatch(r"[A-Za-z0-9_+=-][A-Za-z0-9._+=-]*", args.out):
-        raise UserError(f"--out {args.out}: use a plain name of letters, digits and ._+=-; the folder above it is --runs-dir.")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=args.device)
+    except (RuntimeError, AssertionError):
+        raise UserError(f"--device {args.device}: not available here; use cpu or auto.") from None
+    if args.out is None:
+        dataset = re.sub(r"[^A-Za-z0-9]+", "-", Path(args.dataset).name) or "images"
+        args.out = f"{dataset}-{args.surrogate}-{args.defense}-sigma{args.sigma:g}-lambda{args.lambd:g}-seed{args.seed}" + (f"-{tag}" if tag else "")
+    if not re.fullmatch(r"[A-Za-z0-9_+=-][A-Za-z0-9._+=-]*", args.out):
+        raise UserError(f"--out {args.out}: use a plain name of letters, digits and ._+=-; the folder above it is --runs-dir.")
     return args

@@ -61,21 +61,23 @@ def build(args, classes, image_size):
 
 
 def build_surrogate(args, classes, shape):
-    side = min(args.pool, shape[1]) if args.pool else shape[1]
-    dim = shape[0] * side * side
+    if args.pool > shape[1]:
+        raise ValueError(f"--pool {args.pool}: the features are {shape[1]}x{shape[2]}; pool to fewer cells a side.")
+    side = args.pool or shape[1]
+    dim, sigma = shape[0] * side * side, args.sigma * side / shape[1]  # the mean of n cells has noise σ/√n
     given = lambda **flags: {k: getattr(args, v) for k, v in flags.items() if getattr(args, v) is not None}
     # τ = var_threshold·σ² and the floor g0 are per dimension; a trace is D of them
     terms = 1 if args.variance == "per_dim" or args.surrogate == "slot" else dim
-    tau, eps = terms * args.var_threshold * args.sigma ** 2, terms * args.floor
+    tau, eps = terms * args.var_threshold * sigma ** 2, terms * args.floor
     if args.surrogate == "gmm":
-        return GMMCEL(classes, dim, args.sigma, **given(components="clusters", covariance="covariance", update_scale="update_scale"))
+        return GMMCEL(classes, dim, sigma, **given(components="clusters", covariance="covariance", update_scale="update_scale"))
     if args.surrogate == "cluster":
         return ClusterCEL(classes, dim, tau, eps=eps, **given(clusters="clusters", form="form", variance="variance", outliers="outliers"))
     if args.surrogate == "gated":
-        return GatedAttCEL(dim, tau, eps=eps, sigma=args.sigma,
+        return GatedAttCEL(dim, tau, eps=eps, sigma=sigma,
                            **given(hidden="hidden", variance="variance", attention="attention", measure_on="measure_on"))
     if args.surrogate == "slot":
-        return SlotCrossCEL(dim, tau, eps=eps, sigma=args.sigma, num_classes=classes, **{gate: False for gate in args.off},
+        return SlotCrossCEL(dim, tau, eps=eps, sigma=sigma, num_classes=classes, **{gate: False for gate in args.off},
                             **given(slots="slots", attention="attention", measure_on="measure_on"))
     return None
 
@@ -121,8 +123,9 @@ class Run:
         self.image_size = splits.train.x.shape[-1]
         self.net, self.defense, self.cel, self.shape = build(args, len(splits.classes), self.image_size)
         self.optimizer = make_optimizer(args, self.net, self.cel)
+        self.fingerprint = data.fingerprint(splits)
         self.epoch, self.log = 0, []
-        self.acted, self.ratios, self.finite = [], [], []  # a tensor a counted step
+        self.counted = []  # a counted step's (active, gradient ratio, finite, share of the batch that was skipped)
         self.seconds = 0.0
         self.victim = attack.Victim(self.net.encoder, args.sigma, self.defense.wire)
         self.steps = len(splits.train) // args.batch_size
@@ -134,22 +137,26 @@ class Run:
 
     def state(self):
         return {"format": CHECKPOINT_FORMAT, "config": vars(self.args), "net": self.net.config, "weights": self.net.state_dict(),
-                "classes": list(self.splits.classes), "image_size": self.image_size,
+                "data": self.fingerprint,
                 "surrogate": self.cel.state_dict() if self.cel is not None else {}, "defense": self.defense.state_dict(),
                 "optimizer": self.optimizer.state_dict(), "epoch": self.epoch, "log": self.log, "seconds": self.seconds,
-                "counted": [torch.stack(x) if x else torch.empty(0) for x in (self.acted, self.ratios, self.finite)]}
+                "stats": dict(self.cel.stats) if self.cel is not None else {},
+                "counted": list(self.counted)}
 
     def load(self, state):
+        if state["data"] != self.fingerprint:
+            raise UserError(f"--dataset {self.args.dataset}: its images are not those of the checkpoint; restore them or train again.")
         self.net = SplitNet(**state["net"]).to(self.args.device, memory_format=torch.channels_last)
         self.net.load_state_dict(state["weights"])
         self.victim = attack.Victim(self.net.encoder, self.args.sigma, self.defense.wire)
         if self.cel is not None:
             self.cel.load_state_dict(state["surrogate"])
+            self.cel.stats = state["stats"]
         self.defense.load_state_dict(state["defense"])
         self.optimizer = make_optimizer(self.args, self.net, self.cel)
         self.optimizer.load_state_dict(state["optimizer"])
         self.epoch, self.log, self.seconds = state["epoch"], state["log"], state["seconds"]
-        self.acted, self.ratios, self.finite = (list(x) for x in state["counted"])
+        self.counted = list(state["counted"])
 
     def train_epoch(self, tick):
         args, net, cel, defense = self.args, self.net, self.cel, self.defense
@@ -179,9 +186,8 @@ class Run:
             totals += torch.stack([loss_d.detach(), loss_cel.detach() if use_cel else loss_d.detach() * 0,
                                    (logits.argmax(1) == y).float().mean()])
             if use_cel and done >= first_counted:
-                self.acted.append(cel.stats["active"].detach().cpu())
-                self.ratios.append(out["ratio"].detach().cpu())
-                self.finite.append(out["finite"].cpu())
+                skipped = (cel.stats["skipped"] + cel.stats["nonfinite"]) / len(y)
+                self.counted.append(torch.stack([cel.stats["active"].to(z.dtype), out["ratio"].detach(), out["finite"], skipped.to(z.dtype)]))
             tick(done + 1, args.epochs * self.steps)
             if args.verbose and use_cel and done % 200 == 0:
                 print("\n" + "  ".join(f"{k} {v.float().mean():.4g}" for k, v in cel.stats.items()))
@@ -218,12 +224,13 @@ class Run:
             save(self)
 
     def cel_report(self):
-        if not self.ratios:
+        """How the surrogate fared over the steps behind warm-up and delay, and its own figures of the last call."""
+        if not self.counted:
             return {"active_share": None, "grad_ratio": None}
-        acted, ratios, finite = (torch.stack(x).float() for x in (self.acted, self.ratios, self.finite))
-        return {"active_share": acted.mean().item(), "grad_ratio": ratios.median().item(), "counted_steps": len(ratios),
-                "nonfinite_steps": int((finite == 0).sum()), "delay_calls": self.delay,
-                "last_call": {k: v.tolist() for k, v in self.cel.stats.items()}}
+        active, ratio, finite, skipped = torch.stack(self.counted).float().cpu().unbind(1)
+        return {"active_share": active.mean().item(), "grad_ratio": ratio.median().item(), "skipped_share": skipped.mean().item(),
+                "counted_steps": len(ratio), "nonfinite_steps": int((finite == 0).sum()), "delay_calls": self.delay,
+                "last_call": {k: v.tolist() for k, v in self.cel.stats.items() if not k.startswith("of_sample")}}
 
 
 # ------------------------------------------------------------------------------------------------ output
@@ -250,11 +257,14 @@ def audit(run, args, progress):
     results["attacks"], pictures = attack.run(args.attack, run.victim, images, args, args.seed, progress)
     results["strongest"] = attack.strongest(results["attacks"])
     if args.sigma:
-        z_fit, z_test = run.victim.features(run.splits.train.x).cpu(), run.victim.features(run.splits.test.x).cpu()
-        bits, stderr = cem.leakage_bits(z_fit, run.splits.train.y, z_test, args.sigma, torch.Generator().manual_seed(args.seed))
-        results["leakage"] = {"bits": bits, "stderr": stderr, "bits_per_feature": bits / z_fit[0].numel()}
+        fit, test = (cem.audit_sample(part, math.prod(run.shape), args.seed) for part in (run.splits.train, run.splits.test))
+        bits, stderr = cem.leakage_bits(run.victim.features(fit.x).cpu(), fit.y, run.victim.features(test.x).cpu(), args.sigma,
+                                        torch.Generator().manual_seed(args.seed))
+        # exp(−2 I/d): by how much what is sent can lower the floor under the error, d the number of pixels
+        results["leakage"] = {"bits": bits, "stderr": stderr, "bits_per_feature": bits / math.prod(run.shape),
+                              "floor_factor": math.exp(-2 * bits * math.log(2) / run.splits.test.x[0].numel())}
     else:
-        results["leakage"] = {"bits": None, "stderr": None, "bits_per_feature": None}  # infinite without noise
+        results["leakage"] = {"bits": None, "stderr": None, "bits_per_feature": None, "floor_factor": None}  # infinite without noise
     results["encoder"] = {"params": count_params(run.net.encoder), "flops": count_flops(run.net.encoder, run.image_size),
                           "latency_ms": latency_ms(run.net.encoder, run.image_size), "features": list(run.shape)}
     results["cel"] = run.cel_report()
@@ -263,13 +273,13 @@ def audit(run, args, progress):
     return results, pictures
 
 
-def finish(run, args, folder, argv, program):
+def finish(run, args, folder, argv, program, stem="results", pictures_stem="reconstructions"):
     """Attack, audit, write, print."""
     progress = Progress()
     results, pictures = audit(run, args, lambda name, done: progress(f"{name:8}", done))
     results["environment"] = environment(program, argv)
-    write(folder / "reconstructions.png", lambda temporary: save_pictures(temporary, run.splits.test.float(), pictures))
-    write(folder / "results.json", json.dumps(results, indent=1))
+    write(folder / f"{pictures_stem}.png", lambda temporary: save_pictures(temporary, run.splits.test.float(), pictures))
+    write(folder / f"{stem}.json", json.dumps(results, indent=1))
     print_report(results, folder)
 
 
@@ -286,12 +296,17 @@ def train(argv):
     args = parse(argv)
     folder = Path(args.runs_dir) / args.out
     run = Run(args, load_splits(args))
-    if args.resume:
+    if args.resume and not (folder / "checkpoint.pt").exists():
+        print(f"{folder / 'checkpoint.pt'}: nothing to resume yet, starting from the beginning")
+    elif args.resume:
         state = read_checkpoint(folder / "checkpoint.pt")
         changed = [k for k, v in vars(args).items() if state["config"].get(k) != v and k not in ("resume", "verbose", "runs_dir", "device")]
         if changed:
             raise UserError(f"--resume: {folder / 'checkpoint.pt'} was made with another --{changed[0].replace('_', '-')}; repeat its settings or choose another --out.")
         run.load(state)
+    if args.attack:  # before hours of training, not behind them
+        attack.Decoder(run.shape, run.image_size, 1, 8)
+        attack.attacker_images(run.splits, args.attacker_data, args.seed)
     s = run.splits
     print(f"{args.dataset}: {len(s.train)} train, {len(s.val)} val, {len(s.test)} test images of {len(s.classes)} classes")
     print(f"{args.arch} cut after {run.net.config['cut']} units, z = {'x'.join(map(str, run.shape))}, sigma {args.sigma:g}, "
@@ -304,11 +319,15 @@ def train(argv):
 
 
 def attack_checkpoint(argv):
-    """A trained run attacked again, with other attackers or a stronger one: flags of the attack group, the rest as trained."""
+    """A trained run attacked again, with flags of the attack group, the rest as trained -> attack.json, attack.png beside its results."""
+    if set(argv) & {"-h", "--help"}:
+        parse(["--help"])
     if not argv or argv[0].startswith("-"):
         raise UserError("name the run's folder first, as in: python attack.py runs/NAME --attack decoder,gan,whitebox")
     folder = Path(argv[0])
     state = read_checkpoint(folder / "checkpoint.pt")
+    if state["epoch"] < state["config"]["epochs"]:
+        raise UserError(f"{folder}: training stopped after epoch {state['epoch']} of {state['config']['epochs']}; finish it first with train.py --resume.")
     given = parse(argv[1:])
     trained = argparse.Namespace(**{**state["config"], "device": given.device, "data_dir": given.data_dir if "--data-dir" in argv else state["config"]["data_dir"]})
     for flag in [a.split("=")[0] for a in argv[1:] if a.startswith("--")]:
@@ -320,7 +339,7 @@ def attack_checkpoint(argv):
         raise UserError("--attacker-data aux: the run was trained on all images; train it again with --attacker-data aux to keep some for the attacker.")
     run = Run(trained, load_splits(trained))
     run.load(state)
-    finish(run, trained, folder, argv, "attack.py")
+    finish(run, trained, folder, argv, "attack.py", "attack", "attack")
 
 
 def cli(command, argv, program):

@@ -78,6 +78,37 @@ def test_another_seed_gives_other_results(tmp_path):
     assert without_times(go(tmp_path, name="one")) != without_times(go(tmp_path, "--seed", "1", name="two"))
 
 
+@pytest.mark.parametrize("surrogate, defense", [("gmm", "noise_arl"), ("slot", "patrol"), ("cluster", "none")])
+def test_resumed_is_uninterrupted(tmp_path, monkeypatch, surrogate, defense):
+    """Interrupted in the second epoch, resumed: the same weights and results, bit for bit."""
+    flags = ["--surrogate", surrogate, "--defense", defense]
+    whole = go(tmp_path, *flags, name="whole")
+    epoch, calls = train.Run.train_epoch, []
+
+    def interrupted(self, tick):
+        calls.append(self.epoch)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return epoch(self, tick)
+    monkeypatch.setattr(train.Run, "train_epoch", interrupted)
+    go(tmp_path, *flags, name="halves", expect=130)
+    resumed = go(tmp_path, *flags, "--resume", name="halves")
+    assert calls == [0, 1, 1, 2] and without_times(resumed) == without_times(whole)
+    a, b = (read_checkpoint(tmp_path / name / "checkpoint.pt") for name in ("whole", "halves"))
+    assert all(torch.equal(a["weights"][k], b["weights"][k]) for k in a["weights"])
+    assert all(torch.equal(a["surrogate"][k], b["surrogate"][k]) for k in a["surrogate"])
+
+
+def test_resume_refuses_other_settings_and_starts_where_there_is_nothing(tmp_path, capsys):
+    go(tmp_path, "--resume", "--attack", "none")
+    assert "nothing to resume" in capsys.readouterr().out
+    before = (tmp_path / "run" / "results.json").read_bytes()
+    go(tmp_path, "--resume", "--attack", "none", "--lr", "0.01", expect=2)
+    assert "--lr" in capsys.readouterr().err and (tmp_path / "run" / "results.json").read_bytes() == before
+    go(tmp_path, "--resume", "--attack", "none")
+    assert without_times(json.loads(before)) == without_times(json.loads((tmp_path / "run" / "results.json").read_text()))
+
+
 @pytest.mark.parametrize("surrogate", ("cluster", "gated"))
 def test_both_stashes_train_the_same_network(tmp_path, surrogate):
     for how in ("cut", "params"):
@@ -86,9 +117,9 @@ def test_both_stashes_train_the_same_network(tmp_path, surrogate):
     assert all(torch.allclose(a[k].double(), b[k].double(), atol=2e-3) for k in a)
 
 
-def test_warmup_is_a_plain_run(tmp_path):
-    """With the whole run in the warm-up a surrogate leaves no trace in the weights."""
-    go(tmp_path, "--surrogate", "gated", "--warmup", "3", "--attack", "none", name="warm")
+def test_a_weight_of_zero_is_a_plain_run(tmp_path):
+    """With λ = 0 a surrogate leaves no trace in the weights."""
+    go(tmp_path, "--surrogate", "gated", "--lambd", "0", "--attack", "none", name="warm")
     go(tmp_path, "--attack", "none", name="plain")
     a, b = (read_checkpoint(tmp_path / name / "checkpoint.pt")["weights"] for name in ("warm", "plain"))
     assert all(torch.equal(a[k], b[k]) for k in a)
@@ -144,7 +175,8 @@ def test_three_attackers_and_attacking_a_checkpoint_again(tmp_path, capsys):
         assert picture.size[1] == 4 * 3 * 32
     # the decoder alone, on the saved checkpoint: the same victim, the same random numbers, the same figures
     assert attack_program.main([str(tmp_path / "run"), "--attack", "decoder", *small]) == 0
-    again = json.loads((tmp_path / "run" / "results.json").read_text())
+    again = json.loads((tmp_path / "run" / "attack.json").read_text())
+    assert json.loads((tmp_path / "run" / "results.json").read_text()) == first  # the run's own results stay
     assert again["accuracy"] == first["accuracy"]
     for split in ("train", "test"):
         assert again["attacks"]["decoder"][split]["mse"] == first["attacks"]["decoder"][split]["mse"]
@@ -155,7 +187,7 @@ def test_three_attackers_and_attacking_a_checkpoint_again(tmp_path, capsys):
         assert attack_program.main(argv) == 2
         error = capsys.readouterr().err
         assert words in error and len(error.strip().splitlines()) == 1
-    assert json.loads((tmp_path / "run" / "results.json").read_text()) == again
+    assert json.loads((tmp_path / "run" / "attack.json").read_text()) == again
 
 
 def test_surrogate_is_silent_before_the_first_refresh(tmp_path):
@@ -191,8 +223,36 @@ def test_schedules_and_scale():
 
 
 def test_warmup_is_scaled_down_for_short_runs():
-    assert [parse(["--surrogate", "gated", "--epochs", str(e)]).warmup for e in (1, 5, 10, 25, 240)] == [1, 1, 2, 5, 5]
+    assert [parse(["--surrogate", "gated", "--epochs", str(e)]).warmup for e in (1, 5, 10, 25, 240)] == [0, 1, 2, 5, 5]
     assert parse(["--surrogate", "slot", "--epochs", "240"]).warmup == 3
+    assert parse(["--surrogate", "cluster", "--epochs", "2"]).warmup == 1
+
+
+def test_runs_of_other_settings_have_other_names():
+    flags = [[], ["--epochs", "9"], ["--surrogate", "gated"], ["--surrogate", "gated", "--attention", "joint"], ["--sigma", "0.2"], ["--attacker-data", "aux"]]
+    assert len({parse(f).out for f in flags}) == len(flags)
+    assert parse(["--verbose"]).out == parse([]).out
+
+
+def test_pooling_keeps_the_noise_in_proportion(tmp_path):
+    """The mean of n cells of z' has noise of variance σ²/n: that is what a surrogate of the pooled z is told."""
+    args = parse(["--surrogate", "gmm", "--pool", "4", "--sigma", "0.2"])
+    cel = train.build(args, 10, 32)[2]
+    noise = train.pooled(0.2 * torch.randn(4000, 8, 8, 8), 4)
+    assert cel.dim == 8 * 16 and cel.sigma == pytest.approx(0.1) == pytest.approx(noise.std().item(), rel=0.01)
+    go(tmp_path, "--surrogate", "gated", "--pool", "2", "--attack", "none")
+
+
+def test_a_checkpoint_belongs_to_its_images_and_must_be_finished(tmp_path, capsys, monkeypatch):
+    import attack as attack_program
+    go(tmp_path, "--attack", "none")
+    monkeypatch.setattr(data, "TINT", 0.2)
+    assert attack_program.main([str(tmp_path / "run"), "--attack", "decoder"]) == 2
+    assert "not those of the checkpoint" in capsys.readouterr().err
+    state = read_checkpoint(tmp_path / "run" / "checkpoint.pt")
+    torch.save({**state, "epoch": 2}, tmp_path / "run" / "checkpoint.pt")
+    assert attack_program.main([str(tmp_path / "run")]) == 2
+    assert "after epoch 2 of 3" in capsys.readouterr().err
 
 
 def test_the_papers_setting_is_reachable_by_flags():
@@ -221,7 +281,9 @@ def test_a_folder_of_images_from_the_command_line(tmp_path):
 @pytest.mark.parametrize("flags, words", [
     (["--sigma", "0", "--surrogate", "gmm"], "--sigma 0"), (["--sigma", "-1"], "--sigma"), (["--cut", "9"], "--cut 9"),
     (["--dataset", "nowhere"], "nowhere"), (["--out", "../escape"], "--out"), (["--defense", "prayer"], "prayer"),
-    (["--attack", "luck"], "luck"), (["--surrogate", "slot", "--off", "class_gat"], "class_gate"), (["--batch-size", "5000"], "--batch-size 5000"), (["--surrogate", "magic"], "magic"),
+    (["--attack", "luck"], "luck"), (["--defense", "dropout,patrol"], "dropout,patrol"), (["--seed", "-1"], "--seed"), (["--device", "abacus"], "abacus"),
+    (["--surrogate", "gated", "--warmup", "3"], "never act"), (["--surrogate", "gated", "--clusters", "5"], "--clusters"), (["--epoch", "3"], "--epoch"),
+    (["--surrogate", "gated", "--pool", "16"], "--pool 16"), (["--surrogate", "slot", "--off", "class_gat"], "class_gate"), (["--batch-size", "5000"], "--batch-size 5000"), (["--surrogate", "magic"], "magic"),
 ])
 def test_a_users_mistake_is_one_sentence(tmp_path, capsys, flags, words):
     go(tmp_path, *flags, expect=2) if "--out" not in flags else None
