@@ -182,5 +182,5 @@ class GatedAttCEL(nn.Module):
             "ess": (share * ess).sum() / classes,                           # mean over classes of 1 / Σ α²
             "ess_share": (share * ess / M).sum() / classes,                 # 1 = equal weights, 1/M = collapsed
             "gate": u.mean(),
-            "of_sample_variance": v.mean(1), "of_sample_ess": ess,          # [B], of the class of each sample
         }
+        self.of_sample = {"variance": v.mean(1), "ess": ess}                # [B] each: v_c and 1 / Σ α² of the sample's own class

@@ -230,7 +230,7 @@ class Run:
         active, ratio, finite, skipped = torch.stack(self.counted).float().cpu().unbind(1)
         return {"active_share": active.mean().item(), "grad_ratio": ratio.median().item(), "skipped_share": skipped.mean().item(),
                 "counted_steps": len(ratio), "nonfinite_steps": int((finite == 0).sum()), "delay_calls": self.delay,
-                "last_call": {k: v.tolist() for k, v in self.cel.stats.items() if not k.startswith("of_sample")}}
+                "last_call": {k: v.tolist() for k, v in self.cel.stats.items()}}
 
 
 # ------------------------------------------------------------------------------------------------ output

@@ -398,3 +398,16 @@ def test_forward_has_no_loop_over_classes_or_samples():
     for part in (GatedAttCEL.forward, GatedAttCEL._nll, GatedAttCEL._record, weighted_spread):
         nodes = ast.walk(ast.parse(textwrap.dedent(inspect.getsource(part))))
         assert not any(isinstance(n, (ast.For, ast.While, ast.comprehension)) for n in nodes), part
+
+
+def test_variance_and_sample_size_of_every_class_are_kept():
+    torch.manual_seed(0)
+    y = torch.tensor([3, 0, 3, 0, 3, 7])
+    z = torch.rand(6, 5, dtype=torch.float64)
+    cel = GatedAttCEL(5, 1e-3).double()
+    with torch.no_grad():
+        cel.pool.w.zero_()  # equal weights: plain variances
+    cel(z, y)
+    for c in (0, 3):
+        spread = z[y == c].var(0, unbiased=False).sum()
+        assert torch.allclose(cel.of_sample["variance"][y == c], spread) and torch.allclose(cel.of_sample["ess"][y == c], (y == c).sum().double())
