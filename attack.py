@@ -98,8 +98,13 @@ class Victim:
     @torch.no_grad()
     def features(self, x):
         """Clean features of uint8 images, on the encoder's device."""
-        device = next(self.encoder.parameters()).device
-        return torch.cat([self.encoder(to_float(part.to(device))) for part in x.split(EVAL_BATCH)])
+        device, out = next(self.encoder.parameters()).device, None
+        for start in range(0, len(x), EVAL_BATCH):
+            z = self.encoder(to_float(x[start:start + EVAL_BATCH].to(device)))
+            if out is None:  # filled in place: never two copies of all features
+                out = torch.empty(len(x), *z.shape[1:], dtype=z.dtype, device=device, memory_format=torch.channels_last)
+            out[start:start + EVAL_BATCH] = z
+        return out
 
     def send(self, z):
         # z' = wire(z + n), fresh noise on every call
