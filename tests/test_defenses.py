@@ -239,7 +239,7 @@ def test_the_attacker_starts_from_scratch_whatever_the_proxy_learned(monkeypatch
         victim = attack.Victim(net.encoder, SIGMA, defense.wire)
         sets = attack.AttackImages(part, part, {})
         torch.manual_seed(attack.ATTACKER_SEED)
-        attack.decoder_attack(victim, sets, options, lambda done: None)
+        attack.decoder_attack(victim, sets, options, lambda done: None, {})
     for name in [n for n in starts[0] if starts[0][n].dim() == 4]:  # every convolution
         assert torch.equal(starts[0][name], starts[1][name])        # the same start, with and without a trained proxy
         assert not torch.equal(starts[0][name], defense.decoder.state_dict()[name])
