@@ -1,4 +1,4 @@
-"""Model inversion: attackers that reconstruct x from what was sent, and the metrics that say how well.
+"""Model inversion: attackers that reconstruct x from what was sent.
 
 Threat model. The attacker owns the encoder (weights and buffers) and knows the channel: z' = wire(z + n) with fresh noise
 n ~ N(0, σ²I) on every look and whatever a defence does on the wire. It has images of its own: the victim's training
@@ -14,10 +14,6 @@ images (`train`, the worst case) or images the victim never saw (`aux`). It neve
 
 Reported images are in no attacker's training or stopping data: `test` are the data set's own test images, `train` are
 images the victim was trained on and the attacker was not (`members`).
-
-Metrics, for pixels in [0, 1] and batches [N, 3, H, W]:
-    MSE    mean over all pixels              NMSE  MSE / variance of the reported pixels
-    PSNR   10 log10(1 / MSE) of that MSE     SSIM  11x11 Gaussian window, σ 1.5, borders it does not cover left out
 """
 
 import copy
@@ -31,60 +27,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from cem import channel
-from data import Images, batches, to_float
+from data import EVAL_BATCH, Images, batches, to_float
+from metrics import metrics
 from report import UserError
 
 ATTACKER_SEED = 7919  # keeps the attackers' random numbers apart from the victim's and from any proxy's
 MEMBERS_SHARE, MEMBERS_MAX = 0.1, 1000  # training images kept back from the attacker, to be reported as `train`
 STOP_SHARE, STOP_MAX = 0.1, 1000
-EVAL_BATCH = 500
 GAN_WEIGHT, GAN_PENALTY, CRITIC_CHANNELS, CRITIC_LR = 1e-3, 10.0, 24, 2e-4
 WHITEBOX_LR, WHITEBOX_TV, WHITEBOX_TV_NOISE = 0.05, 1e-5, 0.1  # t = WHITEBOX_TV + WHITEBOX_TV_NOISE·σ²
-SSIM_WINDOW, SSIM_SIGMA = 11, 1.5
-SSIM_C1, SSIM_C2 = 0.01 ** 2, 0.03 ** 2
-
-
-# ------------------------------------------------------------------------------------------------ metrics
-
-def mse(a, b):
-    return (a - b).square().mean()
-
-
-def psnr(a, b):
-    # PSNR = 10 log10(1 / MSE), pixels in [0, 1]
-    return -10 * torch.log10(mse(a, b))
-
-
-def ssim(a, b):
-    """Mean over images, channels and all places where the window fits."""
-    if min(a.shape[-2:]) < SSIM_WINDOW:
-        raise ValueError(f"SSIM needs images of at least {SSIM_WINDOW}x{SSIM_WINDOW} pixels, not {tuple(a.shape[-2:])}.")
-    t = torch.arange(SSIM_WINDOW, dtype=a.dtype, device=a.device) - SSIM_WINDOW // 2
-    g = torch.exp(-t.square() / (2 * SSIM_SIGMA ** 2))
-    g = g / g.sum()
-
-    def blur(x):  # Gaussian-weighted local mean, separably: [N·3, 1, H, W] -> [N·3, 1, H-10, W-10]
-        return F.conv2d(F.conv2d(x, g.view(1, 1, -1, 1)), g.view(1, 1, 1, -1))
-
-    a, b = (x.reshape(-1, 1, *x.shape[-2:]) for x in (a, b))
-    mu_a, mu_b = blur(a), blur(b)
-    var_a, var_b, cov = blur(a * a) - mu_a ** 2, blur(b * b) - mu_b ** 2, blur(a * b) - mu_a * mu_b
-    # SSIM = (2 μ_a μ_b + c1)(2 σ_ab + c2) / ((μ_a² + μ_b² + c1)(σ_a² + σ_b² + c2))
-    return ((2 * mu_a * mu_b + SSIM_C1) * (2 * cov + SSIM_C2)
-            / ((mu_a ** 2 + mu_b ** 2 + SSIM_C1) * (var_a + var_b + SSIM_C2))).mean()
-
-
-def metrics(original, reconstruction):
-    """-> {mse, nmse, psnr, ssim} as floats, computed in double precision batch by batch."""
-    squares, likeness = 0.0, 0.0
-    for start in range(0, len(original), EVAL_BATCH):
-        a, b = original[start:start + EVAL_BATCH].double(), reconstruction[start:start + EVAL_BATCH].double()
-        squares += mse(a, b).item() * len(a)
-        likeness += ssim(a, b).item() * len(a)
-    error = squares / len(original)
-    variance = max(original.double().var().item(), sys.float_info.min)
-    return {"mse": error, "nmse": error / variance,
-            "psnr": 10 * math.log10(1 / error) if error else math.inf, "ssim": likeness / len(original)}
 
 
 # ------------------------------------------------------------------------------------------------ the victim

@@ -16,20 +16,19 @@ Whatever is wrong with the images ends in a UserError: one sentence that names t
 
 import hashlib
 import importlib
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+import shapes
 from report import UserError, one_line, write_atomic
 
 NAMED_FOLDERS = {"tinyimagenet": "tiny-imagenet-200", "facescrub": "facescrub"}
 IMAGE_ENDINGS = {".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".webp", ".tif", ".tiff"}
-SHAPES_TRAIN, SHAPES_TEST, SHAPES_SIZE = 6000, 1000, 32
-SHAPES = ("disc", "ring", "square", "triangle", "plus", "star", "crescent", "bar", "pair", "hourglass")
-TINT = 0.10
+SHAPES_TRAIN, SHAPES_TEST = 6000, 1000
 CROP_PADDING = 4
+EVAL_BATCH = 500  # images at a time where no gradient is kept
 
 
 @dataclass
@@ -102,11 +101,11 @@ def crop_and_flip(x, generator=None, padding=CROP_PADDING):
 def load(name="shapes", data_dir="data", image_size=None, seed=0, val_share=0.1, aux_share=0.0, train_size=None):
     """-> Splits. `train_size` keeps that many training images (chosen by the seed) before val and aux are carved off."""
     if name == "shapes":
-        if image_size not in (None, SHAPES_SIZE):
-            raise UserError(f"--image-size {image_size}: shapes is drawn at {SHAPES_SIZE}x{SHAPES_SIZE}; leave the flag out.")
+        if image_size not in (None, shapes.SIZE):
+            raise UserError(f"--image-size {image_size}: shapes is drawn at {shapes.SIZE}x{shapes.SIZE}; leave the flag out.")
         train = draw_shapes(SHAPES_TRAIN, seed=2 * seed)
         test = draw_shapes(SHAPES_TEST, seed=2 * seed + 1)
-        classes = list(SHAPES)
+        classes = list(shapes.NAMES)
     elif name in ("cifar10", "cifar100"):
         train, test, classes = load_cifar(name, data_dir, image_size)
     else:
@@ -123,6 +122,10 @@ def load(name="shapes", data_dir="data", image_size=None, seed=0, val_share=0.1,
         raise UserError(f"--dataset {name}: {len(order)} training images are too few to carve a validation set from; "
                         "add images or raise --train-size.")
     return Splits(train[rest.sort().values], train[val.sort().values], test, train[aux.sort().values], classes)
+
+
+def draw_shapes(n, seed=0, size=shapes.SIZE):
+    return Images(*shapes.draw(n, seed, size))
 
 
 def import_torchvision():
@@ -278,66 +281,3 @@ def write_cache(folder, image_size, cache_dir, cached):
             return
         except (OSError, RuntimeError):  # a read-only folder (torch.save raises RuntimeError): try the next place, or do without
             continue
-
-
-# ---------------------------------------------------------------------------------------------- shapes
-
-def shape_distance(label, u, v):
-    """Signed distance-like field of shape `label` in its own unit coordinates: negative inside."""
-    r = torch.hypot(u, v)
-    if label == 0:  # disc
-        return r - 0.95
-    if label == 1:  # ring
-        return (r - 0.75).abs() - 0.22
-    if label == 2:  # square
-        return torch.maximum(u.abs(), v.abs()) - 0.8
-    if label == 3:  # triangle
-        corners = [math.pi * (0.5 + 2 * k / 3) for k in range(3)]
-        return torch.stack([u * math.cos(a) + v * math.sin(a) for a in corners]).amax(0) - 0.55
-    if label == 4:  # plus
-        return torch.minimum(torch.maximum(u.abs() - 1, v.abs() - 0.3), torch.maximum(u.abs() - 0.3, v.abs() - 1))
-    if label == 5:  # star
-        return r - (0.72 + 0.32 * torch.cos(5 * torch.atan2(v, u)))
-    if label == 6:  # crescent
-        return torch.maximum(r - 1, 0.8 - torch.hypot(u - 0.5, v))
-    if label == 7:  # bar
-        return torch.maximum(u.abs() - 1.15, v.abs() - 0.26)
-    if label == 8:  # pair
-        return torch.minimum(torch.hypot(u - 0.65, v), torch.hypot(u + 0.65, v)) - 0.42
-    return torch.maximum(v.abs() - 0.85 * u.abs(), u.abs() - 0.95)  # hourglass
-
-
-def draw_shapes(n, seed=0, size=SHAPES_SIZE):
-    """n images, classes in turn, every one different in colour, place, size, angle, texture and background."""
-    g = torch.Generator().manual_seed(seed)
-
-    def uniform(low, high, *shape):
-        return low + (high - low) * torch.rand(n, *shape, generator=g)
-
-    yy, xx = torch.meshgrid(torch.arange(size) + 0.5, torch.arange(size) + 0.5, indexing="ij")
-
-    def stripes():  # [n, 1, H, W] in [-1, 1]: soft waves, 10 to 24 pixels long
-        angle, wave, phase = uniform(0, math.pi, 1, 1, 1), uniform(10, 24, 1, 1, 1), uniform(0, 2 * math.pi, 1, 1, 1)
-        return torch.sin(2 * math.pi * (xx * angle.cos() + yy * angle.sin()) / wave + phase)
-
-    # As in photographs most of the contrast is brightness. The two differ in it by 0.35 to 0.65 (on the circle [0, 1)),
-    # so the shape is always visible; each has a tint of its own.
-    brightness = uniform(0, 1, 1, 1, 1)
-    ground = brightness + uniform(-TINT, TINT, 3, 1, 1)
-    figure = (brightness + uniform(0.35, 0.65, 1, 1, 1)) % 1 + uniform(-TINT, TINT, 3, 1, 1)
-    slope = uniform(0, 2 * math.pi, 1, 1, 1)
-    ramp = ((xx - size / 2) * slope.cos() + (yy - size / 2) * slope.sin()) / size
-    background = ground + uniform(-0.3, 0.3, 1, 1, 1) * ramp + uniform(0.02, 0.08, 1, 1, 1) * stripes()
-    foreground = figure + uniform(0.02, 0.08, 1, 1, 1) * stripes()
-
-    label = torch.arange(n) % len(SHAPES)
-    centre_x, centre_y = size / 2 + uniform(-5, 5, 1, 1), size / 2 + uniform(-5, 5, 1, 1)
-    radius, angle = uniform(6.5, 11, 1, 1), uniform(0, 2 * math.pi, 1, 1)
-    dx, dy = (xx - centre_x) / radius, (yy - centre_y) / radius
-    u, v = dx * angle.cos() + dy * angle.sin(), dy * angle.cos() - dx * angle.sin()
-    inside = torch.empty(n, size, size)
-    for k in range(len(SHAPES)):
-        inside[k::len(SHAPES)] = (0.5 - shape_distance(k, u[k::len(SHAPES)], v[k::len(SHAPES)]) * radius[k::len(SHAPES)]).clamp(0, 1)
-    inside = inside[:, None]
-    pixels = foreground * inside + background * (1 - inside)
-    return Images((pixels.clamp(0, 1) * 255).round().to(torch.uint8).contiguous(memory_format=torch.channels_last), label)

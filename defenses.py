@@ -36,7 +36,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from attack import Decoder, ssim
+from attack import Decoder
+from metrics import ssim
 from report import UserError
 from split_net import UNITS, SplitNet, count_flops
 

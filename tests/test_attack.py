@@ -9,8 +9,9 @@ from torch import nn
 
 import attack
 import data
-from attack import AttackImages, Decoder, Victim, attacker_images, fit_decoder, metrics, mse, psnr, row_hashes, ssim, strongest
+from attack import AttackImages, Decoder, Victim, attacker_images, fit_decoder, row_hashes, strongest
 from data import Images, Splits
+from metrics import metrics, mse, psnr, ssim
 from report import UserError
 from split_net import SplitNet
 
@@ -540,8 +541,8 @@ def test_whitebox_inverts_an_invertible_encoder():
     reconstruct, facts = attack.whitebox_attack(victim, images, options, lambda done: None, {})
     x = part.float()
     found = reconstruct(victim.send(victim.features(part.x)))
-    assert attack.mse(found, x) < 2e-3 < 0.05 * x.var()  # near black and white the sigmoid is slow to get there
+    assert mse(found, x) < 2e-3 < 0.05 * x.var()  # near black and white the sigmoid is slow to get there
     assert facts["starts"] == 2 and victim.encoder.mix.grad is None
     # a start from another attacker's reconstruction is used, and the better start is taken image by image
     reconstruct, facts = attack.whitebox_attack(victim, images, type("Options", (), dict(whitebox_steps=1)), lambda done: None, {"decoder": lambda sent: x})
-    assert facts["starts"] == 3 and attack.mse(reconstruct(victim.features(part.x)), x) < 5e-3
+    assert facts["starts"] == 3 and mse(reconstruct(victim.features(part.x)), x) < 5e-3

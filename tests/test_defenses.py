@@ -11,7 +11,9 @@ from torch import nn
 import attack
 import defenses
 from cem import channel
-from data import UserError, draw_shapes
+from data import draw_shapes
+from metrics import mse, ssim
+from report import UserError
 from defenses import DEFENSES, build, distance_correlation, encoder_units, extra_cut, lipschitz_penalty, prune
 from split_net import SplitNet, count_flops, feature_shape
 
@@ -159,8 +161,8 @@ def test_dropout_raises_the_best_attackers_error_to_the_known_value():
     x = torch.randn(4000, 16)
     victim = attack.Victim(nn.Identity(), sigma, make("dropout", dropout=p).wire)
     known = p + (1 - p) * sigma ** 2 / (1 + sigma ** 2)
-    assert attack.mse(victim.send(x) / (1 + sigma ** 2), x).item() == pytest.approx(known, rel=0.02)
-    assert attack.mse(attack.Victim(nn.Identity(), sigma).send(x) / (1 + sigma ** 2), x) < known / 2
+    assert mse(victim.send(x) / (1 + sigma ** 2), x).item() == pytest.approx(known, rel=0.02)
+    assert mse(attack.Victim(nn.Identity(), sigma).send(x) / (1 + sigma ** 2), x) < known / 2
 
 
 # ---------------------------------------------------------------------------------------------- Noise-ARL
@@ -193,7 +195,7 @@ def test_proxy_term_is_the_hinge_and_spares_the_proxys_weights():
     defense.adam.zero_grad()
     z.grad = None
     term = defense.loss(x, z, z)
-    likeness = attack.ssim(defense.decoder(z), x).item()
+    likeness = ssim(defense.decoder(z), x).item()
     assert likeness > 0.5 and term.item() == pytest.approx(0.3 * (likeness - 0.5), abs=1e-6)
     term.backward()
     assert z.grad.any() and all(p.grad is None for p in defense.decoder.parameters())

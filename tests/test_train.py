@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import attack
-import cem
 import data
+import shapes
 import train
-from data import Images, Splits, draw_shapes
+from data import draw_shapes
 from options import parse
-from report import UserError, read_checkpoint
+from report import read_checkpoint
 
 ROOT = Path(train.__file__).parent
 TINY = ["--width", "4", "--train-size", "260", "--batch-size", "64", "--epochs", "3", "--warmup", "1", "--attack-epochs", "1",
@@ -246,7 +245,7 @@ def test_pooling_keeps_the_noise_in_proportion(tmp_path):
 def test_a_checkpoint_belongs_to_its_images_and_must_be_finished(tmp_path, capsys, monkeypatch):
     import attack as attack_program
     go(tmp_path, "--attack", "none")
-    monkeypatch.setattr(data, "TINT", 0.2)
+    monkeypatch.setattr(shapes, "TINT", 0.2)
     assert attack_program.main([str(tmp_path / "run"), "--attack", "decoder"]) == 2
     assert "not those of the checkpoint" in capsys.readouterr().err
     state = read_checkpoint(tmp_path / "run" / "checkpoint.pt")
