@@ -71,9 +71,9 @@ def to_float(x):
 
 # ---------------------------------------------------------------------------------------------- batches
 
-def batches(images, batch_size, augment=False, generator=None, device="cpu"):
-    """One epoch in random order as (x float32 [B, 3, H, W], y [B]); the last short batch is left out when augmenting."""
-    order = torch.randperm(len(images), generator=generator)
+def batches(images, batch_size, augment=False, generator=None, device="cpu", order=None):
+    """One epoch as (x float32 [B, 3, H, W], y [B]), in random order or in `order`; the last short batch is left out when augmenting."""
+    order = torch.randperm(len(images), generator=generator) if order is None else order
     end = len(order) - len(order) % batch_size if augment and len(order) >= batch_size else len(order)
     for start in range(0, end, batch_size):
         index = order[start:start + batch_size]

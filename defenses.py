@@ -38,6 +38,7 @@ from torch.func import functional_call
 
 from attack import Decoder
 from metrics import ssim
+from parallel import average_gradients
 from report import UserError
 from split_net import UNITS, SplitNet, count_flops
 
@@ -243,6 +244,7 @@ class NoiseARL(Defense):
         error = F.mse_loss(guess, x)
         self.adam.zero_grad(set_to_none=True)
         (error + 1 - ssim(guess, x)).backward()
+        average_gradients(self.decoder.parameters())
         self.adam.step()
         self.record(proxy_mse=error)
 

@@ -31,6 +31,7 @@ import attack
 import cem
 import data
 import defenses
+import parallel
 from audit import accuracy, finish
 from cluster_cel import ClusterCEL
 from gated_att_cel import GatedAttCEL
@@ -39,6 +40,8 @@ from options import SHORT_RUN, parse
 from report import CHECKPOINT_FORMAT, Progress, UserError, read_checkpoint, write
 from slot_cross_cel import SlotCrossCEL
 from split_net import MIN_IMAGE_SIZE, SplitNet, count_flops, feature_shape
+
+PROCESS_SEED = 500_009  # keeps the processes' random numbers apart
 
 
 # ------------------------------------------------------------------------------------------------ the parts
@@ -121,7 +124,7 @@ class Run:
         self.counted = []  # a counted step's (active, gradient ratio, finite, share of the batch that was skipped)
         self.seconds = 0.0
         self.victim = attack.Victim(self.net.encoder, args.sigma, self.defense.wire)
-        self.steps = len(splits.train) // args.batch_size
+        self.steps = len(splits.train) // (args.batch_size * parallel.processes())
         # a surrogate's built-in delay, scaled down for short runs
         self.delay = 0
         if hasattr(self.cel, "delay_calls"):
@@ -151,14 +154,24 @@ class Run:
         self.epoch, self.log, self.seconds = state["epoch"], state["log"], state["seconds"]
         self.counted = list(state["counted"])
 
+    def epoch_order(self):
+        """Seed this epoch's random numbers, and deal the training images to the processes."""
+        seed = self.args.seed * 1_000_003 + self.epoch
+        torch.manual_seed(seed)
+        order = torch.randperm(len(self.splits.train))
+        if parallel.processes() > 1:  # one order for all, crops and noise of each one's own
+            torch.manual_seed(seed + PROCESS_SEED * parallel.rank())
+            order = order[:len(order) // parallel.processes() * parallel.processes()][parallel.rank()::parallel.processes()]
+        return order
+
     def train_epoch(self, tick):
         args, net, cel, defense = self.args, self.net, self.cel, self.defense
-        torch.manual_seed(args.seed * 1_000_003 + self.epoch)
+        order = self.epoch_order()
         net.train()
         gamma, totals = loss_scale(args, self.epoch), torch.zeros(3, device=args.device)
         use_cel = cel is not None and gamma > 0
         first_counted = max(args.warmup, 1 if self.refreshes else 0) * self.steps + self.delay
-        for step, (x, y) in enumerate(data.batches(self.splits.train, args.batch_size, augment=True, device=args.device)):
+        for step, (x, y) in enumerate(data.batches(self.splits.train, args.batch_size, augment=True, device=args.device, order=order)):
             done = self.epoch * self.steps + step
             lr = learning_rate(args, done / (args.epochs * self.steps))
             for group in self.optimizer.param_groups:
@@ -174,6 +187,7 @@ class Run:
             loss_cel = cel(pooled(z_cut, args.pool), y) if use_cel else None
             out = cem.stash(args.stash, z, z_cut, loss_d, loss_cel, net.encoder, cel, args.lambd * cem.lr_ratio(lr, args.eta_ref),
                             gamma, args.clip, defense.encoder_terms(net.encoder, x))
+            parallel.average_gradients([*net.parameters(), *(cel.parameters() if use_cel else [])])
             self.optimizer.step()
             defense.after_step(x, sent.detach())
             totals += torch.stack([loss_d.detach(), loss_cel.detach() if use_cel else loss_d.detach() * 0,
@@ -182,8 +196,9 @@ class Run:
                 skipped = (cel.stats["skipped"] + cel.stats["nonfinite"]) / len(y)
                 self.counted.append(torch.stack([cel.stats["active"].to(z.dtype), out["ratio"].detach(), out["finite"], skipped.to(z.dtype)]))
             tick(done + 1, args.epochs * self.steps)
-            if args.verbose and use_cel and done % 200 == 0:
+            if args.verbose and use_cel and done % 200 == 0 and parallel.rank() == 0:
                 print("\n" + "  ".join(f"{k} {v.float().mean():.4g}" for k, v in cel.stats.items()))
+        parallel.average([totals, *net.buffers(), *defense.buffers(), *(cel.buffers() if cel is not None else [])])
         return totals.div(self.steps).tolist(), gamma, lr
 
     def refresh(self):
@@ -194,6 +209,7 @@ class Run:
         self.cel.refresh(pooled(self.victim.features(part.x), self.args.pool), part.y.to(self.args.device))
         if hasattr(self.cel, "num_samples"):
             self.cel.num_samples.fill_(len(self.splits.train))  # N of the running update counts the whole set
+        parallel.copy_from_first(self.cel.buffers())
 
     def train(self, save, tick):
         args = self.args
@@ -242,20 +258,25 @@ def load_splits(args):
     splits = data.load(args.dataset, args.data_dir, args.image_size, args.seed, args.val_share, args.aux_share, args.train_size)
     if splits.train.x.shape[-1] < MIN_IMAGE_SIZE:
         raise UserError(f"--dataset {args.dataset}: its images have {splits.train.x.shape[-1]} pixels a side; enlarge them with --image-size {MIN_IMAGE_SIZE}.")
-    if len(splits.train) < args.batch_size:
+    if len(splits.train) < args.batch_size * parallel.processes():
         raise UserError(f"--batch-size {args.batch_size}: there are only {len(splits.train)} training images; lower it.")
     return splits
 
 
 def train(argv):
     args = parse(argv)
+    args.device = parallel.start(args.device)
+    args.processes = parallel.processes()
+    say = print if parallel.rank() == 0 else lambda line: None
     folder = Path(args.runs_dir) / args.out
-    run = Run(args, load_splits(args))
+    run = Run(args, parallel.first_then_others(lambda: load_splits(args)))
     if args.resume and not (folder / "checkpoint.pt").exists():
-        print(f"{folder / 'checkpoint.pt'}: nothing to resume yet, starting from the beginning")
+        say(f"{folder / 'checkpoint.pt'}: nothing to resume yet, starting from the beginning")
     elif args.resume:
         state = read_checkpoint(folder / "checkpoint.pt")
-        changed = [k for k, v in vars(args).items() if state["config"].get(k) != v and k not in ("resume", "verbose", "runs_dir", "device")]
+        if state["config"].get("processes", 1) != args.processes:
+            raise UserError(f"--resume: {folder / 'checkpoint.pt'} was made by {state['config'].get('processes', 1)} processes; start as many.")
+        changed = [k for k, v in vars(args).items() if state["config"].get(k) != v and k not in ("resume", "verbose", "runs_dir", "device", "processes")]
         if changed:
             raise UserError(f"--resume: {folder / 'checkpoint.pt'} was made with another --{changed[0].replace('_', '-')}; repeat its settings or choose another --out.")
         run.load(state)
@@ -263,13 +284,15 @@ def train(argv):
         attack.Decoder(run.shape, run.image_size, 1, 8)
         attack.attacker_images(run.splits, args.attacker_data, args.seed)
     s = run.splits
-    print(f"{args.dataset}: {len(s.train)} train, {len(s.val)} val, {len(s.test)} test images of {len(s.classes)} classes")
-    print(f"{args.arch} cut after {run.net.config['cut']} units, z = {'x'.join(map(str, run.shape))}, sigma {args.sigma:g}, "
+    say(f"{args.dataset}: {len(s.train)} train, {len(s.val)} val, {len(s.test)} test images of {len(s.classes)} classes")
+    say(f"{args.arch} cut after {run.net.config['cut']} units, z = {'x'.join(map(str, run.shape))}, sigma {args.sigma:g}, "
           f"surrogate {args.surrogate}, defence {args.defense}, device {args.device}")
     if run.cel is not None:
-        print(f"lambda {args.lambd:g}, scale {args.scale:g}, warm-up {args.warmup} of {args.epochs} epochs" + (f", delay {run.delay} calls" if run.delay else ""))
+        say(f"lambda {args.lambd:g}, scale {args.scale:g}, warm-up {args.warmup} of {args.epochs} epochs" + (f", delay {run.delay} calls" if run.delay else ""))
     progress = Progress()
-    run.train(lambda r: save_run(folder, r), lambda done, total: progress("train   ", done / total))
+    if parallel.rank() > 0:
+        return run.train(lambda run: None, lambda done, total: None)
+    run.train(lambda run: save_run(folder, run), lambda done, total: progress("train   ", done / total))
     finish(run, args, folder, argv, "train.py")
 
 
@@ -302,11 +325,14 @@ def cli(command, argv, program):
     try:
         command(argv)
     except UserError as error:
-        print(error, file=sys.stderr)
+        if parallel.rank() == 0:
+            print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"\ninterrupted; go on with: python {program} {' '.join(argv)}{' --resume' if program == 'train.py' else ''}", file=sys.stderr)
         return 130
+    finally:
+        parallel.stop()
     return 0
 
 
