@@ -5,7 +5,7 @@
     python bench.py run --preset cpu --data DIR --shard 1/4 # every fourth cell, so that four machines share the grid
     python bench.py report                                  # README tables and figures from results/ alone, no training
     python bench.py list --preset cpu                       # the cells and their exact commands
-    python bench.py speed                                   # ratios of times, measured in one run -> results/speed.json
+    python bench.py speed                                   # ratios of times (speed.py) -> results/speed.json
 
 A cell is one train.py command. When it is finished its results.json and reconstructions.png are copied to
 results/PRESET/; a cell that is there is never run again, one that broke is.
@@ -31,6 +31,7 @@ import sys
 import time
 from pathlib import Path
 
+import speed
 from report import UserError, write, write_atomic
 
 ROOT = Path(__file__).resolve().parent
@@ -242,55 +243,10 @@ def report(results=RESULTS, readme_path=ROOT / "README.md"):
     cpu = load_cells("cpu", results)
     if cpu:
         readme = fill(readme, "cpu", gain_table(cpu))
+    measured = speed.load(results)
+    if measured:
+        readme = fill(readme, "speed", speed.table(measured))
     write(readme_path, readme)
-
-
-# ------------------------------------------------------------------------------------------------ speed
-
-def interleaved(contenders, repeats=7):
-    """Median seconds of each {name: function}, run in turns so that a slow moment hits all of them."""
-    times = {name: [] for name in contenders}
-    for _ in range(repeats):
-        for name, work in contenders.items():
-            start = time.perf_counter()
-            work()
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def kmeans_speed(n=50_000, dim=512, classes=10, k=5, iters=20):
-    """Our K-means refresh against scikit-learn's, from the same start with the same number of iterations."""
-    import torch
-    from cluster_cel import kmeans
-    try:
-        from sklearn.cluster import KMeans
-    except ImportError:
-        raise UserError("bench.py speed compares K-means with scikit-learn's: pip install scikit-learn, in this environment.") from None
-    generator = torch.Generator().manual_seed(0)
-    z, y = torch.rand(n, dim, generator=generator), torch.arange(n) % classes
-    starts = [z[y == c][:k].clone() for c in range(classes)]
-    inertia = {}
-
-    def ours():
-        return [kmeans(z[y == c], k, starts[c], iters) for c in range(classes)]
-
-    def theirs():
-        inertia["theirs"] = 0.0
-        for c in range(classes):
-            fitted = KMeans(k, init=starts[c].numpy(), n_init=1, max_iter=iters, tol=0, algorithm="lloyd").fit(z[y == c].numpy())
-            inertia["theirs"] += fitted.inertia_
-
-    inertia["ours"] = sum((z[y == c] - centers[assign]).square().sum().item() for c, (centers, assign) in enumerate(ours()))
-    seconds = interleaved({"ours": ours, "theirs": theirs})
-    return {"ratio": seconds["ours"] / seconds["theirs"], "inertia_ratio": inertia["ours"] / inertia["theirs"], "seconds": seconds,
-            "setting": f"{n} x {dim}, {classes} classes, K = {k}, {iters} iterations"}
-
-
-def speed(results=RESULTS):
-    import torch
-    measured = {"threads": torch.get_num_threads(), "kmeans_over_sklearn": kmeans_speed()}
-    write(results / "speed.json", json.dumps(measured, indent=1))
-    print(json.dumps(measured, indent=1))
 
 
 def main(argv=None):
@@ -299,7 +255,7 @@ def main(argv=None):
     p.add_argument("--preset", default="shapes", help=f"which grid: {', '.join(PRESETS)}")
     p.add_argument("--data", default="DATA", help="folder that holds the image folders")
     p.add_argument("--shard", default="1/1", help="I/N: every N-th cell, beginning with the I-th")
-    p.add_argument("--only", default="", help="cells whose name contains this")
+    p.add_argument("--only", default="", help="cells, or parts of speed, whose name contains this")
     p.add_argument("--runs-dir", default="runs", help="where the runs themselves go")
     args = p.parse_args(argv)
     try:
@@ -308,8 +264,10 @@ def main(argv=None):
                 print(f"{name:30} python train.py {flags}")
         elif args.command == "run":
             return 1 if run_cells(args.preset, args.shard, args.only, args.data, args.runs_dir) else 0
+        elif args.command == "speed":
+            speed.run(RESULTS, args.only)
         else:
-            {"report": report, "speed": speed}[args.command]()
+            report()
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
