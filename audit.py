@@ -43,6 +43,7 @@ def audit(run, args, progress):
     results["encoder"] = {"params": count_params(run.net.encoder), "flops": count_flops(run.net.encoder, run.image_size),
                           "latency_ms": latency_ms(run.net.encoder, run.image_size), "features": list(run.shape)}
     results["cel"] = run.cel_report()
+    results["defense"] = {k: float(v) for k, v in run.defense.stats.items()}  # of the last step
     results["seconds"] = {"train": run.seconds, "attack": time.perf_counter() - start}
     results["seconds"]["total"] = sum(results["seconds"].values())
     return results, pictures

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-CHECKPOINT_FORMAT = 1
+CHECKPOINT_FORMAT = 2
 LABEL_WIDTH = 70  # pixels left of the pictures, for the name of the row
 
 

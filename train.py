@@ -136,7 +136,7 @@ class Run:
                 "data": self.fingerprint,
                 "surrogate": self.cel.state_dict() if self.cel is not None else {}, "defense": self.defense.state_dict(),
                 "optimizer": self.optimizer.state_dict(), "epoch": self.epoch, "log": self.log, "seconds": self.seconds,
-                "stats": dict(self.cel.stats) if self.cel is not None else {},
+                "stats": dict(self.cel.stats) if self.cel is not None else {}, "defense_stats": dict(self.defense.stats),
                 "counted": list(self.counted)}
 
     def load(self, state):
@@ -149,6 +149,7 @@ class Run:
             self.cel.load_state_dict(state["surrogate"])
             self.cel.stats = state["stats"]
         self.defense.load_state_dict(state["defense"])
+        self.defense.stats.update(state["defense_stats"])
         self.optimizer = make_optimizer(self.args, self.net, self.cel)
         self.optimizer.load_state_dict(state["optimizer"])
         self.epoch, self.log, self.seconds = state["epoch"], state["log"], state["seconds"]

@@ -7,6 +7,7 @@ import random
 import pytest
 
 import bench
+import tables
 from report import UserError
 
 
@@ -17,38 +18,38 @@ def curve(k, accuracies):
 
 def test_gain_of_a_curve_k_times_as_high_is_k():
     a, b = curve(1.3, [0.5, 0.6, 0.72, 0.9]), curve(1.0, [0.45, 0.61, 0.7, 0.85])
-    assert bench.gain(a, b) == pytest.approx(1.3, rel=1e-9)
-    assert bench.gain(b, a) == pytest.approx(1 / 1.3, rel=1e-9)
-    assert bench.gain(a, a) == pytest.approx(1, abs=1e-12)
+    assert tables.gain(a, b) == pytest.approx(1.3, rel=1e-9)
+    assert tables.gain(b, a) == pytest.approx(1 / 1.3, rel=1e-9)
+    assert tables.gain(a, a) == pytest.approx(1, abs=1e-12)
 
 
 def test_gain_is_the_mean_log_ratio():
     """Two straight lines in log MSE that cross in the middle of the shared range have gain 1; tilted, the known mean."""
-    assert bench.gain([(0.4, 4.0), (0.6, 1.0)], [(0.4, 3.0), (0.6, 4 / 3 * 0.999999)]) == pytest.approx(1, rel=1e-5)
+    assert tables.gain([(0.4, 4.0), (0.6, 1.0)], [(0.4, 3.0), (0.6, 4 / 3 * 0.999999)]) == pytest.approx(1, rel=1e-5)
     # ratio goes from 1 to 4 linearly in the log: the mean is its square root, 2
-    assert bench.gain([(0.0, 8.0), (1.0, 4.0)], [(0.0, 8.0), (1.0, 1.0)]) == pytest.approx(2, rel=1e-9)
+    assert tables.gain([(0.0, 8.0), (1.0, 4.0)], [(0.0, 8.0), (1.0, 1.0)]) == pytest.approx(2, rel=1e-9)
 
 
 def test_beaten_points_and_order_do_not_count():
     points = curve(1.2, [0.5, 0.7, 0.9])
     worse = points + [(0.6, 1e-3), (0.5, 0.01)]
     random.Random(0).shuffle(worse)
-    assert bench.front(worse) == sorted(points)
-    assert bench.gain(worse, curve(1, [0.5, 0.9])) == pytest.approx(1.2, rel=1e-9)
+    assert tables.front(worse) == sorted(points)
+    assert tables.gain(worse, curve(1, [0.5, 0.9])) == pytest.approx(1.2, rel=1e-9)
 
 
 def test_single_points_and_curves_that_never_meet():
-    assert bench.gain([(0.7, 0.03)], curve(0.1, [0.6, 0.8])) == pytest.approx(0.03 / (0.1 * math.exp(-2.1)), rel=1e-9)
-    assert bench.gain(curve(1, [0.1, 0.2]), curve(1, [0.5, 0.6])) is None
+    assert tables.gain([(0.7, 0.03)], curve(0.1, [0.6, 0.8])) == pytest.approx(0.03 / (0.1 * math.exp(-2.1)), rel=1e-9)
+    assert tables.gain(curve(1, [0.1, 0.2]), curve(1, [0.5, 0.6])) is None
 
 
 def test_interval_over_seeds():
     a = {s: curve(k, [0.5, 0.9]) for s, k in enumerate((1.2, 1.3, 1.4))}
     b = {s: curve(1, [0.5, 0.9]) for s in range(3)}
-    mean, low, high, n = bench.gain_interval(a, b)
+    mean, low, high, n = tables.gain_interval(a, b)
     half = 4.303 * 0.1 / math.sqrt(3)
     assert (mean, low, high, n) == (pytest.approx(1.3), pytest.approx(1.3 - half), pytest.approx(1.3 + half), 3)
-    assert bench.gain_interval({0: a[0]}, b)[1:] == (None, None, 1)
+    assert tables.gain_interval({0: a[0]}, b)[1:] == (None, None, 1)
 
 
 def test_shards_cover_the_grid_once():
@@ -78,13 +79,13 @@ def test_run_resume_and_report_on_two_tiny_cells(tmp_path, monkeypatch, capsys):
     (results / "shapes" / "gated-seed0.json").write_text('{"accur')
     assert bench.run_cells("shapes", runs_dir=tmp_path / "runs", results=results) == 0
     assert (results / "shapes" / "none-seed0.json").stat().st_mtime_ns == before["none-seed0.json"]
-    assert bench.finished(results / "shapes" / "gated-seed0.json")
+    assert tables.finished(results / "shapes" / "gated-seed0.json")
 
     # the report is made from the cells alone
     monkeypatch.setattr(bench.subprocess, "run", lambda *a, **k: pytest.fail("the report must not train"))
     readme = tmp_path / "README.md"
     readme.write_text("above\n<!-- shapes -->\nold\n<!-- /shapes -->\nbelow\n")
-    bench.report(results, readme)
+    tables.report(results, readme)
     text = readme.read_text()
     cell = json.loads((results / "shapes" / "gated-seed0.json").read_text())
     assert "old" not in text and text.startswith("above") and text.endswith("below\n")
@@ -99,3 +100,31 @@ def test_a_broken_cell_is_reported(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(bench.PRESETS, "shapes", lambda: {"bad": "--sigma -1"})
     assert bench.run_cells("shapes", runs_dir=tmp_path, results=tmp_path / "results") == 1
     assert "--sigma" in capsys.readouterr().out and not (tmp_path / "results").exists()
+
+
+def test_rank_correlation():
+    assert tables.spearman([1, 2, 3, 4], [10, 100, 1000, 10000]) == pytest.approx(1)
+    assert tables.spearman([1, 2, 3, 4], [9, 7, 5, 1]) == pytest.approx(-1)
+    # d = (0, −1, 1, −1, 1): 1 − 6·4 / (5·24)
+    assert tables.spearman([1, 2, 3, 4, 5], [1, 3, 2, 5, 4]) == pytest.approx(0.8)
+    # ties share the mean rank: ranks (0, 1.5, 1.5, 3) and (0, 1, 2, 3)
+    assert tables.spearman([1, 2, 2, 3], [1, 2, 3, 4]) == pytest.approx(4.5 / math.sqrt(4.5 * 5))
+
+
+def cell(bits, errors, accuracy=0.9):
+    attacks = {name: {"test": {"mse": e + 1, "mse_common": e, "nmse": e, "ssim": 0.5, "images": 64}} for name, e in errors.items()}
+    return {"accuracy": accuracy, "leakage": {"bits": bits, "stderr": 0.5}, "attacks": attacks, "strongest": {"test": min(errors, key=errors.get)}}
+
+
+def test_audit_table_ranks_bits_against_the_strongest_attacker():
+    found = {"a-seed0": cell(10, {"decoder": 0.03, "gan": 0.04, "whitebox": 0.05}), "b-seed0": cell(30, {"decoder": 0.02, "gan": 0.01}),
+             "c-seed0": cell(20, {"decoder": 0.09, "gan": 0.08, "whitebox": 0.02})}
+    text = tables.audit_table(found)
+    assert [line.split(" | ")[0] for line in text.splitlines()[2:5]] == ["| b", "| c", "| a"]  # by falling bits
+    assert "| 0.0200 | 0.0100 | – | 0.0100 (gan) |" in text and "0.0200 (whitebox)" in text
+    assert "over these 3 settings: -1.00" in text
+
+
+def test_strength_table_has_a_row_an_attacker():
+    text = tables.strength_table({"x-seed0": cell(1, {"decoder": 0.004, "whitebox": 0.001})})
+    assert text.splitlines()[2:] == ["| x | decoder | 1.0040 | 0.0040 | 0.004 | 0.500 | 64 |", "| x | whitebox | 1.0010 | 0.0010 | 0.001 | 0.500 | 64 |"]

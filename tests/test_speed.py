@@ -8,6 +8,7 @@ import pytest
 
 import bench
 import speed
+import tables
 from report import UserError
 
 TINY = dict(batch=16, large_batch=32, steps=1, turns=1, flags=("--width", "2"), images=200, many_classes=(20, 30), dim=64, calls=2,
@@ -40,7 +41,7 @@ def test_every_row_is_measured_and_the_readme_filled(tmp_path, capsys):
 
     readme = tmp_path / "README.md"
     readme.write_text("above\n<!-- speed -->\nold\n<!-- /speed -->\nbelow\n")
-    bench.report(tmp_path, readme)
+    tables.report(tmp_path, readme)
     assert readme.read_text() == "above\n<!-- speed -->\n" + speed.table(measured) + "\n<!-- /speed -->\nbelow\n"
 
 

@@ -1,0 +1,228 @@
+"""The README's tables and figures, from the finished cells in results/ alone.
+
+Gain at equal accuracy. A method is a curve of points (accuracy, MSE), one a setting. Between its points log MSE is linear
+in accuracy; only its front counts (a point that another beats in both is left out). For two curves a and b, over
+the accuracies that both reach,
+
+    gain(a, b) = exp( mean over accuracy of [log MSE_a − log MSE_b] )
+
+as a Bjøntegaard delta compares two codecs. 1.3 means: at the same accuracy an attacker's error is 1.3 times as large. A
+single point is compared with the other curve at its own accuracy.
+The interval comes from the seeds: the gain of each seed's own pair of curves, mean ± t·std/√n (95 %, Student's t).
+"""
+
+import json
+import math
+import re
+import statistics
+from pathlib import Path
+
+import speed
+from report import LABEL_WIDTH, UserError, write, write_atomic
+
+ROOT = Path(__file__).resolve().parent
+RESULTS = ROOT / "results"
+STUDENT_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+GRID_POINTS = 200
+SURROGATES = ("none", "gmm", "cluster", "gated", "slot")
+ATTACKERS = ("decoder", "gan", "whitebox")
+
+
+def finished(path):
+    try:
+        return "accuracy" in json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False
+
+
+def load_cells(preset, results=RESULTS):
+    """-> {name: results} of the finished cells."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted((results / preset).glob("*.json")) if finished(path)}
+
+
+def by_setting(found):
+    """{name without its seed: [results of every seed]}"""
+    groups = {}
+    for name, r in found.items():
+        groups.setdefault(re.sub(r"-seed\d+$", "", name), []).append(r)
+    return groups
+
+
+# ------------------------------------------------------------------------------------------------ gain at equal accuracy
+
+def front(points):
+    """The points (accuracy, mse) that no other beats in both, by rising accuracy."""
+    kept = []
+    for accuracy, mse in sorted(set(points), reverse=True):
+        if not kept or mse > kept[-1][1]:
+            kept.append((accuracy, mse))
+    return kept[::-1]
+
+
+def interpolate(points, accuracy):
+    """log MSE at `accuracy`, linear between the points of a front."""
+    for (a0, m0), (a1, m1) in zip(points, points[1:]):
+        if a0 <= accuracy <= a1:
+            share = (accuracy - a0) / (a1 - a0)
+            return (1 - share) * math.log(m0) + share * math.log(m1)
+    return math.log(points[0][1])  # a front of one point
+
+
+def gain(a, b):
+    """exp of the mean of log MSE_a − log MSE_b over the accuracies both fronts reach; None where they share none."""
+    a, b = front(a), front(b)
+    low, high = max(a[0][0], b[0][0]), min(a[-1][0], b[-1][0])
+    if low > high or (low == high and len(a) > 1 and len(b) > 1):
+        return None
+    grid = [low + (high - low) * (i + 0.5) / GRID_POINTS for i in range(GRID_POINTS)]
+    return math.exp(statistics.fmean(interpolate(a, x) - interpolate(b, x) for x in grid))
+
+
+def gain_interval(a_by_seed, b_by_seed):
+    """-> (mean gain, low, high, n) over the seeds that both have; low and high are None for one seed."""
+    gains = [gain(a_by_seed[s], b_by_seed[s]) for s in sorted(set(a_by_seed) & set(b_by_seed))]
+    gains = [g for g in gains if g is not None]
+    if not gains:
+        return None, None, None, 0
+    mean = statistics.fmean(gains)
+    if len(gains) == 1:
+        return mean, None, None, 1
+    half = STUDENT_95[len(gains) - 1] * statistics.stdev(gains) / math.sqrt(len(gains))
+    return mean, mean - half, mean + half, len(gains)
+
+
+def point(r):
+    return r["accuracy"], r["attacks"]["decoder"]["test"]["mse"]
+
+
+def curves(found):
+    """{method: {seed: [(accuracy, decoder MSE on test)]}} from {name: results}; the method is the name's first word."""
+    found_curves = {}
+    for name, r in found.items():
+        found_curves.setdefault(name.split("-")[0], {}).setdefault(r["config"]["seed"], []).append(point(r))
+    return found_curves
+
+
+def show_gain(mean, low, high, n):
+    return "–" if mean is None else f"{mean:.2f}" if low is None else f"{mean:.2f} ({low:.2f} to {high:.2f})"
+
+
+def spearman(a, b):
+    """Rank correlation; equal values share the mean of their ranks."""
+    def ranks(values):
+        return [sum(w < v for w in values) + (values.count(v) - 1) / 2 for v in values]
+    return statistics.correlation(ranks(list(a)), ranks(list(b)))
+
+
+# ------------------------------------------------------------------------------------------------ tables
+
+def markdown(header, rows):
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])
+
+
+def mean_std(values, scale=1.0, digits=2):
+    values = [v * scale for v in values if v is not None]
+    if not values:
+        return "–"
+    return f"{statistics.fmean(values):.{digits}f}" + (f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "")
+
+
+def strongest_mse(r):
+    """Test error of the strongest attacker, on the images that all attackers of the run reconstructed."""
+    return r["attacks"][r["strongest"]["test"]]["test"]["mse_common"]
+
+
+def summary_table(groups):
+    """From {label: [results]}; the first group is what the MSE is compared with."""
+    base, rows = None, []
+    several = any(len(r["attacks"]) > 1 for found in groups.values() for r in found)
+    for label, found in groups.items():
+        error = [r["attacks"]["decoder"]["test"]["mse"] for r in found]
+        base = base or statistics.fmean(error)
+        cel = [r["cel"] for r in found]
+        rows.append([label, mean_std([r["accuracy"] for r in found], 100), mean_std(error, digits=4), f"{statistics.fmean(error) / base:.2f}",
+                     *([mean_std([strongest_mse(r) for r in found if len(r["attacks"]) > 1], digits=4)] if several else []),
+                     mean_std([r["attacks"]["decoder"]["test"]["ssim"] for r in found], digits=3),
+                     mean_std([r["leakage"]["bits"] for r in found], digits=0), mean_std([c["active_share"] for c in cel]),
+                     mean_std([c["grad_ratio"] for c in cel], digits=3), str(len(found))])
+    return markdown(["method", "accuracy %", "decoder MSE (test)", "×", *(["strongest MSE"] if several else []), "SSIM", "leakage, bits ≤", "active",
+                     "gradient ratio", "n"], rows)
+
+
+def gain_table(found):
+    """Every method's points, and its gain at equal accuracy over noise alone."""
+    by_method, rows = curves(found), []
+    for method in [s for s in SURROGATES if s in by_method]:
+        seeds = by_method[method]
+        mean, low, high, n = gain_interval(seeds, by_method.get("none", {}))
+        rows.append([method, ", ".join(f"{100 * a:.1f}: {m:.4f}" for a, m in front(seeds[min(seeds)])), show_gain(mean, low, high, n), str(n)])
+    return markdown(["method", "points (accuracy %: MSE), first seed", "gain over noise alone (95 % interval)", "seeds"], rows)
+
+
+def audit_table(found):
+    """Leakage bits beside every attacker's error, by falling bits, and their rank correlation."""
+    ordered = sorted(by_setting(found).items(), key=lambda item: -item[1][0]["leakage"]["bits"])
+    rows = [[label, f"{100 * r['accuracy']:.1f}", f"{r['leakage']['bits']:.1f} ± {r['leakage']['stderr']:.1f}",
+             *(f"{r['attacks'][name]['test']['mse_common']:.4f}" if name in r["attacks"] else "–" for name in ATTACKERS),
+             f"{strongest_mse(r):.4f} ({r['strongest']['test']})"] for label, (r, *_) in ordered]
+    bits, errors = zip(*((r["leakage"]["bits"], strongest_mse(r)) for _, (r, *_) in ordered))
+    correlation = f"{spearman(bits, errors):.2f}" if len(rows) > 1 else "–"
+    return markdown(["setting", "accuracy %", "leakage, bits ≤", *ATTACKERS, "strongest MSE"], rows) + \
+        f"\n\nRank correlation (Spearman) of the bits with the strongest attacker's MSE over these {len(rows)} settings: {correlation}."
+
+
+def strength_table(found):
+    rows = []
+    for label, (r, *_) in by_setting(found).items():
+        for name, result in r["attacks"].items():
+            m = result["test"]
+            rows.append([label, name, f"{m['mse']:.4f}", f"{m['mse_common']:.4f}", f"{m['nmse']:.3f}", f"{m['ssim']:.3f}", str(m["images"])])
+    return markdown(["what is sent", "attacker", "MSE (test)", "MSE, the images all saw", "NMSE", "SSIM", "images"], rows)
+
+
+# ------------------------------------------------------------------------------------------------ figures
+
+def stack_rows(pictures, path, columns=10):
+    """One sheet from reconstructions.png files: the originals of the first, then the decoder's row of each {label: file}."""
+    from PIL import Image, ImageDraw  # comes with torchvision
+    sheets = {label: Image.open(file) for label, file in pictures.items()}
+    first = next(iter(sheets.values()))
+    side = (first.width - LABEL_WIDTH) // columns
+    out = Image.new("RGB", (first.width, side * (len(sheets) + 1)), "white")
+    rows = [("original", first, 0)] + [(label, sheet, 1) for label, sheet in sheets.items()]
+    for i, (label, sheet, row) in enumerate(rows):
+        out.paste(sheet.crop((LABEL_WIDTH, row * side, first.width, (row + 1) * side)), (LABEL_WIDTH, i * side))
+        ImageDraw.Draw(out).text((5, i * side + side // 2 - 5), label, fill="black")
+    write_atomic(path, lambda temporary: out.save(temporary, format="PNG"))
+
+
+# ------------------------------------------------------------------------------------------------ the README
+
+def fill(readme, name, text):
+    """Replace what stands between <!-- name --> and <!-- /name --> in the README."""
+    pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.S)
+    if not pattern.search(readme):
+        raise UserError(f"README.md has no <!-- {name} --> ... <!-- /{name} --> to fill.")
+    return pattern.sub(lambda m: m[1] + text + "\n" + m[2], readme)
+
+
+def report(results=RESULTS, readme_path=ROOT / "README.md"):
+    """Rebuild every table and figure of the README from the finished cells."""
+    readme = readme_path.read_text()
+    shapes = by_setting(load_cells("shapes", results))
+    groups = {s: shapes[s] for s in SURROGATES if s in shapes}
+    if groups:
+        readme = fill(readme, "shapes", summary_table(groups))
+        pictures = {s: results / "shapes" / f"{s}-seed0.png" for s in groups if (results / "shapes" / f"{s}-seed0.png").exists()}
+        stack_rows(pictures, results / "first-screen.png")
+    defenses = by_setting(load_cells("defenses", results))
+    if defenses:
+        readme = fill(readme, "defenses", summary_table({"none": shapes["none"], **defenses}))
+    for name, table in (("audit", audit_table), ("strength", strength_table), ("cpu", gain_table)):
+        found = load_cells(name, results)
+        if found:
+            readme = fill(readme, name, table(found))
+    measured = speed.load(results)
+    if measured:
+        readme = fill(readme, "speed", speed.table(measured))
+    write(readme_path, readme)
