@@ -23,10 +23,12 @@ from pathlib import Path
 import speed
 import tables
 from defenses import DEFENSES
+from options import GATES
 from report import UserError, write
 from tables import RESULTS, ROOT, SURROGATES, finished
 
 SEEDS = (0, 1, 2)
+PLUGGED_IN = "cluster"  # the surrogate that the baselines are combined with
 BASELINES = [name for name in DEFENSES if name != "none"]
 
 
@@ -74,7 +76,45 @@ def cpu_cells():
     return grid
 
 
-PRESETS = {"shapes": shapes_cells, "defenses": defense_cells, "strength": strength_cells, "audit": audit_cells, "cpu": cpu_cells}
+def baseline_cells():
+    """CIFAR-10: every baseline alone and with a surrogate plugged in."""
+    return {f"{name}{plus}-seed{seed}": f"{CPU} --defense {name} --surrogate {s} --seed {seed}"
+            for seed in SEEDS for name in BASELINES for plus, s in (("", "none"), (f"+{PLUGGED_IN}", PLUGGED_IN))}
+
+
+def ablation_cells():
+    """CIFAR-10, one thing changed at a time: what the documents leave open. A cell is KNOB=VALUE under its surrogate's name."""
+    changes = {"cluster": ["variance=trace", "form=lin", "floor=0.001", "floor=0.03", "var-threshold=0.03", "var-threshold=0.5", "clusters=1", "clusters=8",
+                           "eta-ref=0,lambd=0.1", "warmup=4", "batch-size=32"],
+               "gmm": ["clusters=1", "clusters=8", "covariance=full"],
+               "gated": ["variance=trace", "attention=joint", "attention=detached", "attention=adversarial", "measure-on=layernorm", "batch-size=32",
+                         "batch-size=512", "warmup=4"],
+               "slot": ["slots=2", "slots=16", "attention=joint", "attention=detached", "attention=adversarial", "measure-on=layernorm", "batch-size=32",
+                        "batch-size=512", *(f"off={gate}" for gate in GATES)]}
+    grid = {f"{s}-{change}-seed0": f"{CPU} --surrogate {s} " + " ".join(f"--{c.replace('=', ' ')}" for c in change.split(","))
+            for s, found in changes.items() for change in found}
+    depth = {f"{s}-cut={cut}{f',sigma={sigma}' if s == 'none' else ''}-seed0": f"{CPU} --cut {cut} --surrogate {s} --sigma {sigma}"
+             for cut in (1, 3) for s, sigma in (("none", 0.1), ("none", 0.3), ("none", 0.5), ("cluster", 0.1))}
+    return {**grid, **depth}
+
+
+def dataset_cells():
+    """Tiny ImageNet (20 classes) and the faces: one operating point a surrogate."""
+    flags = {"tiny": "--dataset DATA/tiny-imagenet-200 --image-size 64 --epochs 8 --attack-epochs 4 --cut 3",
+             "faces": "--dataset DATA/orl-faces --image-size 64 --batch-size 64 --epochs 60 --attack-epochs 60 --cut 3"}
+    return {f"{label}-{s}-seed{seed}": f"{f} --surrogate {s} --seed {seed}"
+            for seed in SEEDS for label, f in flags.items() for s in ("none", "cluster", "gated", "slot")}
+
+
+def paper_cells():
+    """The network, noise and schedule of the paper, for a GPU. Not run by us."""
+    flags = ("--dataset cifar10 --width 64 --sigma 0.025 --schedule steps --epochs 240 --attack decoder,gan --attack-epochs 50 --attack-blocks 8 "
+             "--attack-channels 64")
+    return {f"{s}-{d}-seed{seed}": f"{flags} --surrogate {s} --defense {d} --seed {seed}" for seed in SEEDS for d in DEFENSES for s in SURROGATES}
+
+
+PRESETS = {"shapes": shapes_cells, "defenses": defense_cells, "audit": audit_cells, "strength": strength_cells, "cpu": cpu_cells,
+           "baselines": baseline_cells, "ablations": ablation_cells, "datasets": dataset_cells, "paper": paper_cells}
 
 
 def cells(preset, shard="1/1", only=""):

@@ -171,6 +171,17 @@ def audit_table(found):
         f"\n\nRank correlation (Spearman) of the bits with the strongest attacker's MSE over these {len(rows)} settings: {correlation}."
 
 
+def ablation_table(found, noise):
+    """One row a changed setting: its point, and its gain over noise alone at its own accuracy (`noise`: {seed: points})."""
+    rows = []
+    for label, results in by_setting(found).items():
+        method, change = label.split("-", 1)
+        rows.append([method, change, mean_std([r["accuracy"] for r in results], 100, 1), mean_std([point(r)[1] for r in results], digits=4),
+                     show_gain(*gain_interval({r["config"]["seed"]: [point(r)] for r in results}, noise)),
+                     mean_std([r["leakage"]["bits"] for r in results], digits=0), str(len(results))])
+    return markdown(["surrogate", "changed", "accuracy %", "decoder MSE (test)", "gain over noise alone", "leakage, bits ≤", "n"], rows)
+
+
 def strength_table(found):
     rows = []
     for label, (r, *_) in by_setting(found).items():
@@ -194,6 +205,25 @@ def stack_rows(pictures, path, columns=10):
         out.paste(sheet.crop((LABEL_WIDTH, row * side, first.width, (row + 1) * side)), (LABEL_WIDTH, i * side))
         ImageDraw.Draw(out).text((5, i * side + side // 2 - 5), label, fill="black")
     write_atomic(path, lambda temporary: out.save(temporary, format="PNG"))
+
+
+def draw_curves(by_method, path):
+    """Accuracy against MSE, every seed a thin line, from {method: {seed: points}}; without matplotlib one line says what is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print(f"{path.name} is left as it is: drawing it needs matplotlib (pip install matplotlib).")
+        return
+    figure = Figure(figsize=(7, 4.5))
+    axes = figure.add_subplot()
+    for i, method in enumerate(s for s in SURROGATES if s in by_method):
+        for j, (_, points) in enumerate(sorted(by_method[method].items())):
+            accuracies, errors = zip(*front(points))
+            axes.plot([100 * a for a in accuracies], errors, "o-", color=f"C{i}", linewidth=1, markersize=3, label=method if j == 0 else None)
+    axes.set(xlabel="accuracy on test images, %", ylabel="decoder's MSE on test images", yscale="log")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    write_atomic(path, lambda temporary: figure.savefig(temporary, format="png", dpi=120, bbox_inches="tight", metadata={"Software": None}))
 
 
 # ------------------------------------------------------------------------------------------------ the README
@@ -222,6 +252,13 @@ def report(results=RESULTS, readme_path=ROOT / "README.md"):
         found = load_cells(name, results)
         if found:
             readme = fill(readme, name, table(found))
+    noise = curves(load_cells("cpu", results)).get("none", {})
+    if noise:
+        draw_curves(curves(load_cells("cpu", results)), results / "curves.png")
+    for name in ("baselines", "ablations"):
+        found = load_cells(name, results)
+        if found:
+            readme = fill(readme, name, ablation_table(found, noise))
     measured = speed.load(results)
     if measured:
         readme = fill(readme, "speed", speed.table(measured))

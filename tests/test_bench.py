@@ -3,11 +3,13 @@
 import json
 import math
 import random
+import re
 
 import pytest
 
 import bench
 import tables
+from options import parse
 from report import UserError
 
 
@@ -61,6 +63,14 @@ def test_shards_cover_the_grid_once():
             bench.cells("shapes", shard)
     with pytest.raises(UserError, match="--preset"):
         bench.cells("nothing")
+
+
+def test_every_cell_of_every_preset_is_a_command_that_train_takes():
+    for preset in bench.PRESETS:
+        for name, flags in bench.cells(preset):
+            args = parse(flags.split())
+            assert f"seed{args.seed}" in name.split("-")
+            assert args.surrogate in re.split("[-+]", name) or args.surrogate == "none"
 
 
 TINY = ("--width 4 --train-size 200 --batch-size 64 --epochs 2 --warmup 1 --attack-epochs 1 --attack-blocks 1 --attack-channels 8 "
