@@ -139,7 +139,7 @@ class ClusterCEL(nn.Module):
         self.stats = {}
 
     def forward(self, z, y):
-        z = z.flatten(1)  # [B, D]
+        z = z.flatten(1).contiguous()  # [B, D]; rounding is then the same for all strides
         self._check(z, y)
         B, C, K = len(z), self.num_classes, self.clusters
         centers, weights = self.centers.to(z.dtype), self.weights.to(z.dtype)

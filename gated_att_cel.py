@@ -134,7 +134,7 @@ class GatedAttCEL(nn.Module):
         self.stats = {}
 
     def forward(self, z, y):
-        z = z.flatten(1)                                                    # [B, D]
+        z = z.flatten(1).contiguous()                                       # [B, D]; rounding is then the same for all strides
         if z.shape[1] != self.dim or y.shape != z.shape[:1]:
             raise ValueError(f"expected z [B, {self.dim}] and y [B], got {tuple(z.shape)} and {tuple(y.shape)}.")
         finite = z.isfinite().all(1)                                        # [B]

@@ -123,10 +123,12 @@ def _fill_empty(z, centers, assign, counts):
     return counts
 
 
-def cholesky(cov, ridge):
-    """Lower Cholesky factor of cov [..., D, D] + ridge·I, with the JITTER that rounding needs; no host synchronisation."""
+def cholesky(cov, ridge, stored):
+    """Lower Cholesky factor of cov [..., D, D] + ridge·I, with the JITTER that rounding needs; no host synchronisation.
+
+    stored: the type in which cov was kept. A float32 statistic in a float64 sum has still the rounding of float32."""
     trace = cov.detach().diagonal(dim1=-2, dim2=-1).sum(-1)  # [...]
-    ridge = ridge + JITTER * torch.finfo(cov.dtype).eps * trace
+    ridge = ridge + JITTER * max(torch.finfo(cov.dtype).eps, torch.finfo(stored).eps) * trace
     eye = torch.eye(cov.shape[-1], dtype=cov.dtype, device=cov.device)
     return torch.linalg.cholesky_ex(cov + ridge[..., None, None] * eye).L
 
@@ -157,7 +159,7 @@ class GMMCEL(nn.Module):
         self.stats = {}
 
     def forward(self, z, y):
-        z = z.flatten(1)  # [B, D]
+        z = z.flatten(1).contiguous()  # [B, D]; rounding is then the same for all strides
         self._check(z, y)
         B, J, K = len(z), self.num_classes * self.components, self.components
         means, pi, cov = (t.to(z.dtype) for t in (self.means, self.weights.flatten(), self.covs.flatten(0, 1)))  # [C,K,D], [J], [J,D(,D)]
@@ -213,7 +215,7 @@ class GMMCEL(nn.Module):
         if self.covariance == "diag":
             logdet = torch.log1p(ratio).sum(1)  # [J]
         else:
-            logdet = 2 * cholesky(ratio, 1.0).diagonal(dim1=1, dim2=2).log().sum(1)  # [J]
+            logdet = 2 * cholesky(ratio, 1.0, self.covs.dtype).diagonal(dim1=1, dim2=2).log().sum(1)  # [J]
         return entropy, (pi * 0.5 * logdet).sum()
 
     @torch.no_grad()
@@ -315,7 +317,7 @@ class GMMCEL(nn.Module):
                 v = covs[k] + self.reg
                 log_p.append(mass[k].log() - 0.5 * (v.log().sum() + e.square_() @ (1 / v)))
             else:
-                L = cholesky(covs[k], self.reg)
+                L = cholesky(covs[k], self.reg, covs.dtype)
                 maha = torch.linalg.solve_triangular(L, e.T, upper=False).square_().sum(0)
                 log_p.append(mass[k].log() - L.diagonal().log().sum() - 0.5 * maha)
         return torch.stack(log_p, 1).softmax(1)
