@@ -255,10 +255,11 @@ class GMMCEL(nn.Module):
 
         Starts from K-means, and K-means from the old means if the class was fitted before. Every component keeps at least
         MIN_MASS samples, otherwise EM stops one step earlier. Classes without a finite sample keep μ, Σ and π, the others
-        share the rest of π. num_samples: N, if z is a subsample of the training set. Besides z, about three copies of the
-        largest class are held at a time (diag)."""
+        share the rest of π; classes seen for the first time make room for themselves, as if N had grown by their samples.
+        num_samples: N, if z is a subsample of the training set. Besides z, about three copies of the largest class are
+        held at a time (diag)."""
         self._check(z[:1].flatten(1), y)
-        nonfinite, steps = 0, 0
+        nonfinite, steps, known = 0, 0, self.fitted.clone()
         mass = torch.zeros_like(self.weights)  # [C, K] samples
         for c in range(self.num_classes):
             x = z.index_select(0, (y == c).nonzero().flatten()).flatten(1).to(self.means)  # [n, D]
@@ -274,9 +275,12 @@ class GMMCEL(nn.Module):
             self.fitted[c], steps = True, max(steps, used)
         present = mass.sum(1, keepdim=True) > 0  # [C, 1]
         if present.any():
-            rest = 1 - torch.where(present, 0, self.weights).sum()
-            self.weights.copy_(torch.where(present, rest * mass / mass.sum(), self.weights))
-            self.num_samples.fill_(float(len(y) - nonfinite if num_samples is None else num_samples))
+            N = float(len(y) - nonfinite if num_samples is None else num_samples)
+            first = N * mass[~known].sum() / mass.sum()  # samples of classes seen for the first time
+            room = self.num_samples / (self.num_samples + first).clamp(min=1)
+            kept = room * torch.where(present, 0, self.weights)  # [C, K]
+            self.weights.copy_(torch.where(present, (1 - kept.sum()).clamp(min=0) * mass / mass.sum(), kept))
+            self.num_samples.fill_(N)
         return {"nonfinite": nonfinite, "fitted": int(self.fitted.sum()), "em_steps": steps}
 
     def _em(self, x, assign):

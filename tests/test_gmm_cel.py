@@ -344,6 +344,19 @@ def test_weights_are_global_and_absent_classes_keep_theirs():
     assert float(cel.weights.sum()) == pytest.approx(1) and float(cel.num_samples) == 5000
 
 
+def test_a_class_seen_later_gets_its_share():
+    z, y = torch.randn(100, 2, generator=gen(0), dtype=F64), torch.arange(100) % 4
+    cel = GMMCEL(4, 2, 0.1, components=2).double()
+    cel.refresh(z[y == 0], y[y == 0], gen(0))  # π = 1, 0, 0, 0 of 25 samples
+    cel.refresh(z[y == 1], y[y == 1], gen(0))  # none left over for class 1
+    torch.testing.assert_close(cel.weights.sum(1), torch.tensor([0.5, 0.5, 0, 0], dtype=F64))
+    both = GMMCEL(4, 2, 0.1, components=2).double()
+    both.refresh(z[y < 2], y[y < 2], gen(0), num_samples=1000)  # a subsample of 500 + 500
+    some = y > 0
+    both.refresh(z[some], y[some], gen(0), num_samples=1500)  # 500 each; class 0 is absent, 2 and 3 are new
+    torch.testing.assert_close(both.weights.sum(1), torch.full((4,), 0.25, dtype=F64))
+
+
 def test_kmeans_is_the_one_of_cluster_cel():
     for name in ("kmeans", "_one_hot", "_plus_plus", "_fill_empty"):
         assert inspect.getsource(getattr(gmm_cel, name)) == inspect.getsource(getattr(cluster_cel, name))
