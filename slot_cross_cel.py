@@ -244,7 +244,7 @@ class SlotCrossCEL(nn.Module):
         mass = r.sum(1)                                                     # [G, S]
         share = r / mass.clamp(min=MASS_FLOOR)[:, None]
         # w_s ∝ (mass_s / M)^ρ
-        w = mass / M[:, None]
+        w = (mass / M[:, None]).clamp(min=MASS_FLOOR)                        # at 0 the slope of w^ρ is infinite for ρ < 1
         w = w ** self._scalar(self.log_rho) if self.slot_mass else w
         w = w / w.sum(1, keepdim=True)                                      # [G, S]
 

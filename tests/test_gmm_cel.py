@@ -355,6 +355,9 @@ def test_a_class_seen_later_gets_its_share():
     some = y > 0
     both.refresh(z[some], y[some], gen(0), num_samples=1500)  # 500 each; class 0 is absent, 2 and 3 are new
     torch.testing.assert_close(both.weights.sum(1), torch.full((4,), 0.25, dtype=F64))
+    cel.weights[0], cel.weights[1] = 0.5 + 1e-7, 0  # π rounds to above 1
+    cel.refresh(z[y == 1], y[y == 1], gen(0))
+    assert (cel.weights >= 0).all()
 
 
 def test_kmeans_is_the_one_of_cluster_cel():
