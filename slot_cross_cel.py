@@ -220,7 +220,7 @@ class SlotCrossCEL(nn.Module):
         return (GradReverse.apply(log_value) if self.attention == "adversarial" else log_value).exp()
 
     def forward(self, z, y):
-        z = z.flatten(1).contiguous()                                       # [B, D]; rounding is then the same for all strides
+        z = z.flatten(1)                                                    # [B, D]
         if z.shape[1] != self.dim or y.shape != z.shape[:1]:
             raise ValueError(f"expected z [B, {self.dim}] and y [B], got {tuple(z.shape)} and {tuple(y.shape)}.")
         if y.device.type == "cpu" and (y.min() < 0 or self.num_classes is not None and y.max() >= self.num_classes):
