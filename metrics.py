@@ -25,18 +25,22 @@ def psnr(a, b):
     return -10 * torch.log10(mse(a, b))
 
 
+def gaussian_band(size, like):
+    """[size-10, size]: row i holds the window's weights for the places i to i+10. -> band @ x averages along a column of x."""
+    t = torch.arange(SSIM_WINDOW, dtype=like.dtype, device=like.device) - SSIM_WINDOW // 2
+    g = torch.exp(-t.square() / (2 * SSIM_SIGMA ** 2))
+    return torch.stack([F.pad(g / g.sum(), (i, size - SSIM_WINDOW - i)) for i in range(size - SSIM_WINDOW + 1)])
+
+
 def ssim(a, b):
     """Mean over images, channels and all places where the window fits."""
     if min(a.shape[-2:]) < SSIM_WINDOW:
         raise ValueError(f"SSIM needs images of at least {SSIM_WINDOW}x{SSIM_WINDOW} pixels, not {tuple(a.shape[-2:])}.")
-    t = torch.arange(SSIM_WINDOW, dtype=a.dtype, device=a.device) - SSIM_WINDOW // 2
-    g = torch.exp(-t.square() / (2 * SSIM_SIGMA ** 2))
-    g = g / g.sum()
+    rows, cols = gaussian_band(a.shape[-2], a), gaussian_band(a.shape[-1], a)
 
-    def blur(x):  # Gaussian-weighted local mean, separably: [N·3, 1, H, W] -> [N·3, 1, H-10, W-10]
-        return F.conv2d(F.conv2d(x, g.view(1, 1, -1, 1)), g.view(1, 1, 1, -1))
+    def blur(x):  # Gaussian-weighted local mean, separably: [N, 3, H, W] -> [N, 3, H-10, W-10]
+        return rows @ x @ cols.T
 
-    a, b = (x.reshape(-1, 1, *x.shape[-2:]) for x in (a, b))
     mu_a, mu_b = blur(a), blur(b)
     var_a, var_b, cov = blur(a * a) - mu_a ** 2, blur(b * b) - mu_b ** 2, blur(a * b) - mu_a * mu_b
     # SSIM = (2 μ_a μ_b + c1)(2 σ_ab + c2) / ((μ_a² + μ_b² + c1)(σ_a² + σ_b² + c2))
