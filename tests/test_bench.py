@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+import sys
 
 import pytest
 
@@ -138,3 +139,29 @@ def test_audit_table_ranks_bits_against_the_strongest_attacker():
 def test_strength_table_has_a_row_an_attacker():
     text = tables.strength_table({"x-seed0": cell(1, {"decoder": 0.004, "whitebox": 0.001})})
     assert text.splitlines()[2:] == ["| x | decoder | 1.0040 | 0.0040 | 0.004 | 0.500 | 64 |", "| x | whitebox | 1.0010 | 0.0010 | 0.001 | 0.500 | 64 |"]
+
+
+def run_at(seed, accuracy, mse, bits=50):
+    return {"config": {"seed": seed}, "accuracy": accuracy, "attacks": {"decoder": {"test": {"mse": mse, "ssim": 0.5}}}, "leakage": {"bits": bits}}
+
+
+def test_ablation_table_measures_each_point_against_noise_at_its_own_accuracy():
+    noise = {seed: [(0.5, 0.04), (0.6, 0.01)] for seed in (0, 1)}  # at 0.55 it is 0.02
+    found = {"cluster-K=1-seed0": run_at(0, 0.55, 0.03), "slot-off=a,b-seed0": run_at(0, 0.6, 0.01), "slot-off=a,b-seed1": run_at(1, 0.6, 0.02),
+             "gated-x=1-seed0": run_at(0, 0.7, 0.01)}
+    rows = [line.strip("| ").split(" | ") for line in tables.ablation_table(found, noise).splitlines()[2:]]
+    assert rows[0] == ["cluster", "K=1", "55.0", "0.0300", "1.50", "50", "1"]
+    assert rows[1][:2] == ["slot", "off=a,b"] and rows[1][4].startswith("1.50 (") and rows[1][6] == "2"
+    assert rows[2][4] == "–"  # noise alone does not reach its accuracy
+
+
+def test_curves_are_drawn_or_it_is_said_why_not(tmp_path, capsys, monkeypatch):
+    by_method = {"none": {0: [(0.5, 0.04), (0.6, 0.01)]}, "gmm": {0: [(0.55, 0.03)]}}
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    tables.draw_curves(by_method, tmp_path / "curves.png")
+    assert "pip install matplotlib" in capsys.readouterr().out and not (tmp_path / "curves.png").exists()
+    monkeypatch.undo()
+    pytest.importorskip("matplotlib")
+    tables.draw_curves(by_method, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
