@@ -30,8 +30,9 @@ MIN_IMAGE_SIZE = 32
 
 
 def conv_bn_relu(c_in, c_out, pool=1):
-    layers = [nn.Conv2d(c_in, c_out, 3, padding=1, bias=False), nn.BatchNorm2d(c_out), nn.ReLU(inplace=True)]
-    return nn.Sequential(*layers, *([nn.MaxPool2d(pool)] if pool > 1 else []))
+    # max(relu(x)) = relu(max(x)), value and gradient: behind the pooling the ReLU has a quarter of the numbers to pass
+    pooling = [nn.MaxPool2d(pool)] if pool > 1 else []
+    return nn.Sequential(nn.Conv2d(c_in, c_out, 3, padding=1, bias=False), nn.BatchNorm2d(c_out), *pooling, nn.ReLU(inplace=True))
 
 
 class ResidualBlock(nn.Module):
