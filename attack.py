@@ -34,6 +34,7 @@ from report import UserError
 ATTACKER_SEED = 7919  # keeps the attackers' random numbers apart from the victim's and from any proxy's
 MEMBERS_SHARE, MEMBERS_MAX = 0.1, 1000  # training images kept back from the attacker, to be reported as `train`
 STOP_SHARE, STOP_MAX = 0.1, 1000
+FEATURE_BATCH = 250  # images through the encoder at a time: what it holds between two layers stays in the cache
 GAN_WEIGHT, GAN_PENALTY, CRITIC_CHANNELS, CRITIC_LR = 1e-3, 10.0, 24, 2e-4
 WHITEBOX_LR, WHITEBOX_TV, WHITEBOX_TV_NOISE = 0.05, 1e-5, 0.1  # t = WHITEBOX_TV + WHITEBOX_TV_NOISE·σ²
 
@@ -50,11 +51,11 @@ class Victim:
     def features(self, x):
         """Clean features of uint8 images, on the encoder's device."""
         device, out = next(self.encoder.parameters()).device, None
-        for start in range(0, len(x), EVAL_BATCH):
-            z = self.encoder(to_float(x[start:start + EVAL_BATCH].to(device)))
+        for start in range(0, len(x), FEATURE_BATCH):
+            z = self.encoder(to_float(x[start:start + FEATURE_BATCH].to(device)))
             if out is None:  # filled in place: never two copies of all features
                 out = torch.empty(len(x), *z.shape[1:], dtype=z.dtype, device=device, memory_format=torch.channels_last)
-            out[start:start + EVAL_BATCH] = z
+            out[start:start + FEATURE_BATCH] = z
         return out
 
     def send(self, z):
