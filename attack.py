@@ -34,6 +34,7 @@ from report import UserError
 ATTACKER_SEED = 7919  # keeps the attackers' random numbers apart from the victim's and from any proxy's
 MEMBERS_SHARE, MEMBERS_MAX = 0.1, 1000  # training images kept back from the attacker, to be reported as `train`
 STOP_SHARE, STOP_MAX = 0.1, 1000
+COARSE = 8
 FEATURE_BATCH = 250  # images through the encoder at a time: what it holds between two layers stays in the cache
 GAN_WEIGHT, GAN_PENALTY, CRITIC_CHANNELS, CRITIC_LR = 1e-3, 10.0, 24, 2e-4
 WHITEBOX_LR, WHITEBOX_TV, WHITEBOX_TV_NOISE = 0.05, 1e-5, 0.1  # t = WHITEBOX_TV + WHITEBOX_TV_NOISE·σ²
@@ -92,7 +93,9 @@ class Decoder(nn.Module):
 
     What comes in is standardised channel by channel with the mean and deviation of what was sent (`observe`). Otherwise
     a defence could hide z by making it small, which takes nothing from an attacker who looks closely.
-    8 blocks of 64 channels are the paper's size (about 0.7 M parameters).
+    Beside the convolutions a linear map of all of z' paints a coarse picture of at most COARSE x COARSE cells: what a
+    defence spreads thinly over the whole of z' is invisible to small windows and plain to a linear attacker.
+    8 blocks of 64 channels are the paper's size (about 0.7 M parameters, and 0.1 M for the coarse picture).
     """
 
     def __init__(self, shape, image_size, blocks=8, channels=64):
@@ -110,7 +113,12 @@ class Decoder(nn.Module):
             layers += [nn.Conv2d(channels, 4 * half, 3, padding=1), nn.PixelShuffle(2), nn.ReLU(inplace=True), Residual(half)]
             channels = half
         layers += [nn.Conv2d(channels, 12, 3, padding=1), nn.PixelShuffle(2)] if doublings else [nn.Conv2d(channels, 3, 3, padding=1)]
-        self.layers = nn.Sequential(*layers, nn.Sigmoid())
+        self.layers = nn.Sequential(*layers)
+        self.coarse = nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), 3 * min(h, COARSE) ** 2),
+                                    nn.Unflatten(1, (3, min(h, COARSE), min(h, COARSE))),
+                                    nn.Upsample(size=(image_size, image_size), mode="bilinear"))
+        nn.init.zeros_(self.coarse[1].weight)
+        nn.init.zeros_(self.coarse[1].bias)
 
     @torch.no_grad()
     def observe(self, sent):
@@ -118,7 +126,8 @@ class Decoder(nn.Module):
         self.std.copy_(sent.std((0, 2, 3)).view(-1, 1, 1).clamp_min(torch.finfo(sent.dtype).tiny))
 
     def forward(self, z):
-        return self.layers((z - self.mean) / self.std)
+        z = (z - self.mean) / self.std
+        return torch.sigmoid(self.layers(z) + self.coarse(z))
 
 
 def fit_decoder(decoder, pairs, stop_pairs, epochs, steps, lr, progress=lambda done: None, term=None):

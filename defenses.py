@@ -44,7 +44,7 @@ from split_net import UNITS, SplitNet, count_flops
 
 PROXY_SEED = 104_729  # another initialisation than the evaluating attacker's (attack.ATTACKER_SEED)
 PROXY_BLOCKS, PROXY_CHANNELS, PROXY_LR = 2, 16, 2e-3
-SSIM_THRESHOLD = 0.5  # s: below this likeness the encoder pays nothing (stats: active = 0), e.g. under strong noise
+SSIM_THRESHOLD = 0.2  # s: below this likeness the encoder pays nothing (stats: active = 0); the proxy learns too little for 0.5
 LIPSCHITZ_SHARE = 0.1  # weight of the Lipschitz penalty relative to α
 LIPSCHITZ_DELTA = 0.05  # standard deviation of δ, pixels in [0, 1]
 LIPSCHITZ_BATCH = 32  # images of the batch that the penalty looks at
@@ -222,7 +222,7 @@ class DistCorr(Defense):
 
 
 class NoiseARL(Defense):
-    name, default = "noise_arl", 0.3
+    name, default = "noise_arl", 3.0
 
     def __init__(self, strength, seed, shape, image_size, reference_flops):
         super().__init__(strength, seed, shape, image_size, reference_flops)

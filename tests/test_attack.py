@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import attack
@@ -167,7 +168,8 @@ def test_the_papers_decoder():
     conv_bn = lambda a, b: 9 * a * b + 2 * b
     conv = lambda a, b: 9 * a * b + b
     by_hand = conv_bn(8, 64) + 8 * 2 * conv_bn(64, 64) + conv(64, 128) + 2 * conv_bn(32, 32) + conv(32, 12)
-    assert sum(p.numel() for p in decoder.parameters()) == by_hand == pytest.approx(0.71e6, rel=0.03)
+    assert sum(p.numel() for p in decoder.layers.parameters()) == by_hand == pytest.approx(0.71e6, rel=0.03)
+    assert sum(p.numel() for p in decoder.coarse.parameters()) == 8 * 8 * 8 * 3 * 8 * 8 + 3 * 8 * 8
     out = decoder(torch.randn(2, 8, 8, 8))
     assert out.shape == (2, 3, 32, 32) and (out > 0).all() and (out < 1).all()
 
@@ -205,6 +207,33 @@ def test_decoder_sees_squeezed_features_as_large_as_any():
     plain = decoder(z)
     decoder.observe(0.5 + 1e-3 * z)
     assert torch.allclose(decoder(0.5 + 1e-3 * z), plain, atol=1e-2)
+
+
+def test_decoder_finds_what_is_spread_over_all_of_z():
+    """Pictures rotated as vectors, so that every number of z' has a little of every place: no small window sees anything
+    in it, a linear attacker does. The decoder must come close to the best linear estimate; without its coarse picture it does not."""
+    torch.manual_seed(0)
+    x = data.draw_shapes(1200, seed=5, size=16).float()
+    coarse = F.avg_pool2d(x, 2).flatten(1)  # [N, 192]
+    rotation = torch.linalg.qr(torch.randn(192, 192)).Q
+    z = ((coarse - coarse.mean(0)) @ rotation).view(-1, 3, 8, 8)
+    send = lambda z: z + 0.05 * torch.randn_like(z)
+    fit, test = slice(0, 1000), slice(1000, 1200)
+    ones = lambda z: torch.cat([z.flatten(1), torch.ones(len(z), 1)], 1)
+    a, b = ones(send(z[fit])), x[fit].flatten(1)
+    linear = F.mse_loss(ones(send(z[test])) @ torch.linalg.solve(a.T @ a + torch.eye(193), a.T @ b), x[test].flatten(1)).item()
+
+    def attacked(coarse_learns):
+        torch.manual_seed(1)
+        decoder = Decoder((3, 8, 8), 16, 1, 16)
+        decoder.observe(send(z[fit]))
+        decoder.coarse.requires_grad_(coarse_learns)
+        pairs = lambda: ((send(z[i]), x[i]) for i in torch.randperm(1000).split(50))
+        fit_decoder(decoder, pairs, lambda: [(send(z[test]), x[test])], 25, 20, 1e-2)
+        with torch.no_grad():
+            return F.mse_loss(decoder(send(z[test])), x[test]).item()
+
+    assert attacked(True) < 1.15 * linear < 0.5 * x.var() and attacked(False) > 1.5 * linear
 
 
 # ------------------------------------------------------------------------------------------------ attack.py's own loop
