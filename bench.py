@@ -14,6 +14,7 @@ results/PRESET/; a cell that is there is never run again, one that broke is.
 import argparse
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -23,8 +24,8 @@ from pathlib import Path
 import speed
 import tables
 from defenses import DEFENSES
-from options import GATES
-from report import UserError, write
+from options import GATES, Parser
+from report import UserError, prepare_folder, say_error, write
 from tables import RESULTS, ROOT, SURROGATES, finished
 
 SEEDS = (0, 1, 2)
@@ -125,21 +126,26 @@ def cells(preset, shard="1/1", only=""):
     if not match or not 1 <= int(match[1]) <= int(match[2]):
         raise UserError(f"--shard {shard}: write I/N with 1 <= I <= N, as in 2/4.")
     chosen = [(name, flags) for name, flags in PRESETS[preset]().items() if only in name]
+    if not chosen:
+        raise UserError(f"--only {only}: no cell of {preset} has that in its name; see python bench.py list --preset {preset}.")
     return chosen[int(match[1]) - 1::int(match[2])]
 
 
 def run_cells(preset, shard="1/1", only="", data="DATA", runs_dir="runs", results=RESULTS):
     """Run what is missing; -> number of cells that broke."""
     todo = [(name, flags) for name, flags in cells(preset, shard, only) if not finished(results / preset / f"{name}.json")]
+    run_dir = Path(runs_dir) / "bench" / preset
+    for folder in sorted({Path(word.replace("DATA", str(data))) for _, flags in todo for word in flags.split() if word.startswith("DATA/")}):
+        if not folder.is_dir():
+            raise UserError(f"--data {data}: there is no folder {folder}; give the folder that holds it, with train/CLASS/* and test/CLASS/*.")
+    prepare_folder(run_dir)
     start, broken = time.perf_counter(), 0
     for i, (name, flags) in enumerate(todo):
         used = time.perf_counter() - start
         left = f"{used / i * (len(todo) - i) / 60:.0f} min left" if i else "time left unknown"
         print(f"[{i + 1}/{len(todo)}] {preset}/{name}  {left}", flush=True)
-        run_dir = Path(runs_dir) / "bench" / preset
-        command = [sys.executable, str(ROOT / "train.py"), *flags.replace("DATA", str(data)).split(), "--runs-dir", str(run_dir), "--out", name]
+        command = [sys.executable, str(ROOT / "train.py"), *(word.replace("DATA", str(data)) for word in flags.split()), "--runs-dir", str(run_dir), "--out", name]
         log = run_dir / f"{name}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as stream:
             code = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL).returncode
         if code:
@@ -155,15 +161,16 @@ def run_cells(preset, shard="1/1", only="", data="DATA", runs_dir="runs", result
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    argv = sys.argv[1:] if argv is None else argv
+    p = Parser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     p.add_argument("command", choices=("run", "report", "list", "speed"))
     p.add_argument("--preset", default="shapes", help=f"which grid: {', '.join(PRESETS)}")
     p.add_argument("--data", default="DATA", help="folder that holds the image folders")
     p.add_argument("--shard", default="1/1", help="I/N: every N-th cell, beginning with the I-th")
     p.add_argument("--only", default="", help="cells, or parts of speed, whose name contains this")
     p.add_argument("--runs-dir", default="runs", help="where the runs themselves go")
-    args = p.parse_args(argv)
     try:
+        args = p.parse_args(argv)
         if args.command == "list":
             for name, flags in cells(args.preset, args.shard, args.only):
                 print(f"{name:30} python train.py {flags}")
@@ -174,8 +181,11 @@ def main(argv=None):
         else:
             tables.report()
     except UserError as error:
-        print(error, file=sys.stderr)
+        say_error(error)
         return 2
+    except KeyboardInterrupt:
+        say_error(f"interrupted; what is finished stays, go on with: python bench.py {shlex.join(argv)}")
+        return 130
     return 0
 
 

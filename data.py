@@ -16,6 +16,7 @@ Whatever is wrong with the images ends in a UserError: one sentence that names t
 
 import hashlib
 import importlib
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,7 @@ NAMED_FOLDERS = {"tinyimagenet": "tiny-imagenet-200", "facescrub": "facescrub"}
 IMAGE_ENDINGS = {".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".webp", ".tif", ".tiff"}
 SHAPES_TRAIN, SHAPES_TEST = 6000, 1000
 CROP_PADDING = 4
+MAX_PIXELS = 100_000_000  # of a resized image, before it is cropped
 EVAL_BATCH = 500  # images at a time where no gradient is kept
 
 
@@ -113,6 +115,8 @@ def load(name="shapes", data_dir="data", image_size=None, seed=0, val_share=0.1,
         train, test, classes = load_folder(folder, image_size, data_dir)
     if len(classes) < 2:
         raise UserError(f"--dataset {name}: found {len(classes)} class; a classifier needs at least 2 class folders.")
+    if train_size and train_size < len(classes):
+        raise UserError(f"--train-size {train_size}: there are {len(classes)} classes; use at least an image of each.")
 
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
     order = order[:train_size] if train_size else order
@@ -120,7 +124,7 @@ def load(name="shapes", data_dir="data", image_size=None, seed=0, val_share=0.1,
     val, aux, rest = order[:n_val], order[n_val:n_val + n_aux], order[n_val + n_aux:]
     if len(rest) == 0 or len(val) == 0:
         raise UserError(f"--dataset {name}: {len(order)} training images are too few to carve a validation set from; "
-                        "add images or raise --train-size.")
+                        "add images, raise --train-size, or change --val-share or --aux-share.")
     return Splits(train[rest.sort().values], train[val.sort().values], test, train[aux.sort().values], classes)
 
 
@@ -140,6 +144,7 @@ def import_torchvision():
     except RuntimeError as error:
         if "operator torchvision::nms does not exist" not in str(error):
             raise
+    warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
     for signature in ("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
                       "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"):
         torch.library.define("torchvision::" + signature.split("(")[0], signature[signature.index("("):])
@@ -164,23 +169,35 @@ def load_cifar(name, data_dir, image_size):
 def load_folder(folder, image_size, cache_dir):
     """train/CLASS/* and test/CLASS/*, or Tiny ImageNet's own layout -> (train, test, class names)."""
     folder = Path(folder)
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise UserError(f"--dataset: there is no folder {folder}; use shapes, cifar10, cifar100, tinyimagenet, "
                         "facescrub or a folder with train/CLASS/* and test/CLASS/*.")
-    files, classes = (tiny_imagenet_files if (folder / "wnids.txt").is_file() else class_folder_files)(folder)
+    try:
+        files, classes = (tiny_imagenet_files if (folder / "wnids.txt").is_file() else class_folder_files)(folder)
+    except OSError as error:
+        raise UserError(f"--dataset {folder}: cannot be read ({one_line(error)}); mend its permissions or copy it.") from None
     listing = "\n".join(f"{split} {path.relative_to(folder)} {label} {path.stat().st_size} {path.stat().st_mtime_ns}"
                         for split, rows in files.items() for path, label in rows)
-    stamp = hashlib.sha256(f"{image_size}\n{listing}".encode()).hexdigest()
-    cached = read_cache(folder, image_size, cache_dir, stamp)
+    stamp = hashlib.sha256(f"{image_size}\n{listing}".encode(errors="surrogateescape")).hexdigest()
+    cached = read_cache(folder, image_size, cache_dir, stamp, files)
     if cached is None:
         size = image_size or native_size(files["train"][0][0])
         cached = {"stamp": stamp}
         for split, rows in files.items():
-            cached[split + "_x"] = torch.stack([decode(path, size) for path, _ in rows])
+            with warnings.catch_warnings():  # of a damaged file only the error is shown
+                warnings.simplefilter("ignore")
+                cached[split + "_x"] = torch.stack([decode(path, size) for path, _ in rows])
             cached[split + "_y"] = torch.tensor([label for _, label in rows])
         write_cache(folder, image_size, cache_dir, cached)
     train, test = (Images(cached[s + "_x"].permute(0, 3, 1, 2), cached[s + "_y"]) for s in ("train", "test"))
     return train, test, classes
+
+
+def is_folder(path):
+    try:
+        return path.is_dir()
+    except OSError:  # a name that is too long
+        return False
 
 
 def class_folder_files(folder):
@@ -208,8 +225,12 @@ def tiny_imagenet_files(folder):
     annotations = folder / "val" / "val_annotations.txt"
     if not annotations.is_file():
         raise UserError(f"--dataset {folder}: {annotations} is missing; unpack the original archive again.")
-    rows = (line.split("\t")[:2] for line in annotations.read_text().splitlines() if line.strip())
-    test = [(folder / "val" / "images" / name, label_of[wnid]) for name, wnid in rows if wnid in label_of]
+    test = []
+    for number, line in enumerate(annotations.read_text(errors="replace").splitlines(), 1):
+        name, wnid, *_ = [*line.split("\t"), "", ""]
+        if name and (wnid not in label_of or Path(name).name != name):
+            raise UserError(f"--dataset {folder}: line {number} of {annotations} does not name an image and a class of train; unpack the original archive again.")
+        test += [(folder / "val" / "images" / name, label_of[wnid])] if name else []
     missing = [path for path, _ in test if not path.is_file()]
     if missing or not test:
         raise UserError(f"--dataset {folder}: {missing[0] if missing else annotations} is missing or empty; unpack the original archive again.")
@@ -220,6 +241,9 @@ def image_files(folder):
     files = sorted(p for p in folder.iterdir() if p.suffix.lower() in IMAGE_ENDINGS) if folder.is_dir() else []
     if not files:
         raise UserError(f"{folder}: this class has no images; add some or remove the class from train and test.")
+    for path in files:
+        if not path.is_file():
+            raise UserError(f"{path}: not a file nor a link to one; replace or delete it.")
     return files
 
 
@@ -241,12 +265,16 @@ def decode(path, size):
     from PIL import Image
     try:
         with open_image(path) as image:
+            if image.mode == "F":  # could be in [0, 1], in [0, 255], NaN
+                raise ValueError("floating-point pixels have no agreed range: save it with 8 bits")
             if image.mode.startswith("I"):  # 16-bit grey: convert("RGB") would clip it at 255
                 image = image.convert("I").point(lambda value: value / 256).convert("L")
             image = image.convert("RGB")
             w, h = image.size
             if (w, h) != (size, size):
                 scale = size / min(w, h)
+                if w * h * scale ** 2 > MAX_PIXELS:
+                    raise ValueError(f"{w}x{h} is too long to be resized to a short side of {size}")
                 image = image.resize((max(size, round(w * scale)), max(size, round(h * scale))), Image.Resampling.BILINEAR)
                 left, top = (image.width - size) // 2, (image.height - size) // 2
                 image = image.crop((left, top, left + size, top + size))
@@ -262,15 +290,22 @@ def cache_paths(folder, image_size, cache_dir):
     return folder / f".cem-cache-{image_size or 'native'}.pt", Path(cache_dir) / f"cache-{key}-{image_size or 'native'}.pt"
 
 
-def read_cache(folder, image_size, cache_dir, stamp):
+def read_cache(folder, image_size, cache_dir, stamp, files):
     for path in cache_paths(folder, image_size, cache_dir):
         try:
             cached = torch.load(path, weights_only=True)
         except Exception:  # absent, half-written by another program, of an older version: decode again
             continue
-        if isinstance(cached, dict) and cached.get("stamp") == stamp:
+        if isinstance(cached, dict) and cached.get("stamp") == stamp and all(fits(cached, split, rows) for split, rows in files.items()):
             return cached
     return None
+
+
+def fits(cached, split, rows):
+    """One uint8 image and the right label for each file."""
+    x, y = cached.get(split + "_x"), cached.get(split + "_y")
+    return (torch.is_tensor(x) and x.dtype == torch.uint8 and x.dim() == 4 and x.shape == (len(rows), x.shape[1], x.shape[1], 3)
+            and torch.is_tensor(y) and torch.equal(y, torch.tensor([label for _, label in rows])))
 
 
 def write_cache(folder, image_size, cache_dir, cached):

@@ -14,6 +14,9 @@ from defenses import extra_cut
 from report import UserError
 from split_net import MIN_IMAGE_SIZE, UNITS
 
+MAX_IMAGE_SIZE = 4096
+MIN_SIGMA = 1e-6  # below it σ² drowns in the rounding of a covariance
+
 GATES = ("cross_attention", "per_dim_gate", "snr_gate", "slot_mass", "class_gate")  # of slot, each can be switched off
 REFRESHED = ("gmm", "cluster")  # silent until their statistics were fitted at the end of the first epoch
 SHORT_RUN = 0.2  # of the epochs: the longest warm-up; of the steps behind it: the longest delay of a surrogate
@@ -112,12 +115,17 @@ def parse(argv=None):
     return complete(args, hashlib.sha256(repr(sorted(changed.items())).encode()).hexdigest()[:6] if changed else "")
 
 
+HUGE = 2 ** 31  # no flag means anything beyond
+
 # (flags, what they must satisfy, how to say it)
 CHECKS = [
     ("epochs batch_size lr refresh_every refresh_samples attack_epochs attack_blocks attack_channels attack_batch attack_lr whitebox_images whitebox_steps var_threshold floor",
      lambda v: v > 0, "must be greater than 0"),
-    ("sigma lambd scale warmup ramp eta_ref clip pool momentum weight_decay", lambda v: v >= 0, "must not be negative"),
-    ("image_size", lambda v: v >= MIN_IMAGE_SIZE, f"must be at least {MIN_IMAGE_SIZE}"),
+    ("update_scale", lambda v: v > 0, "must be greater than 0"),
+    ("lambd scale warmup ramp eta_ref clip pool weight_decay", lambda v: v >= 0, "must not be negative"),
+    ("sigma", lambda v: v == 0 or MIN_SIGMA <= v <= 1 / MIN_SIGMA, f"must be 0 or lie between {MIN_SIGMA:g} and {1 / MIN_SIGMA:g}"),
+    ("momentum", lambda v: 0 <= v < 1, "must be at least 0 and less than 1"),
+    ("image_size", lambda v: MIN_IMAGE_SIZE <= v <= MAX_IMAGE_SIZE, f"must lie between {MIN_IMAGE_SIZE} and {MAX_IMAGE_SIZE}"),
     ("train_size width clusters hidden slots", lambda v: v >= 1, "must be at least 1"),
     ("seed", lambda v: 0 <= v < 2 ** 31, "must lie between 0 and 2147483647"),
     ("val_share aux_share", lambda v: 0 < v < 1, "must lie between 0 and 1"),
@@ -131,6 +139,9 @@ def complete(args, tag=""):
             value = getattr(args, name)
             if value is not None and not (math.isfinite(value) and holds(value)):
                 raise UserError(f"--{name.replace('_', '-')} {value}: {sentence}.")
+    for name, value in vars(args).items():
+        if isinstance(value, (int, float)) and not abs(value) < HUGE:
+            raise UserError(f"--{name.replace('_', '-')} {value}: must be a number below {HUGE}.")
     if args.surrogate != "none" and args.sigma == 0:
         raise UserError(f"--sigma 0: without noise every bound is infinite, so --surrogate {args.surrogate} has nothing to hold on to; give a positive --sigma.")
     for name, takers in OWN.items():
@@ -158,12 +169,14 @@ def complete(args, tag=""):
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        torch.zeros(1, device=args.device)
+        known = torch.device(args.device).type in ("cpu", "cuda", "mps") and torch.zeros(1, device=args.device) is not None
     except (RuntimeError, AssertionError):
-        raise UserError(f"--device {args.device}: not available here; use cpu or auto.") from None
+        known = False
+    if not known:
+        raise UserError(f"--device {args.device}: not available here; use cpu or auto.")
     if args.out is None:
         dataset = re.sub(r"[^A-Za-z0-9]+", "-", Path(args.dataset).name) or "images"
         args.out = f"{dataset}-{args.surrogate}-{args.defense}-sigma{args.sigma:g}-lambda{args.lambd:g}-seed{args.seed}" + (f"-{tag}" if tag else "")
-    if not re.fullmatch(r"[A-Za-z0-9_+=-][A-Za-z0-9._+=-]*", args.out):
-        raise UserError(f"--out {args.out}: use a plain name of letters, digits and ._+=-; the folder above it is --runs-dir.")
+    if not re.fullmatch(r"[A-Za-z0-9_+=-][A-Za-z0-9._+=,-]*", args.out):
+        raise UserError(f"--out {args.out}: use a plain name of letters, digits and ._+=,-; the folder above it is --runs-dir.")
     return args

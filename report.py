@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 CHECKPOINT_FORMAT = 2
+CHECKPOINT_KEYS = {"config", "net", "weights", "data", "surrogate", "defense", "optimizer", "epoch", "log", "seconds", "stats", "counted"}
 LABEL_WIDTH = 70  # pixels left of the pictures, for the name of the row
 
 
@@ -19,6 +20,28 @@ class UserError(Exception):
 
 def one_line(error):
     return " ".join(str(error).split()).rstrip(".")[:200] or type(error).__name__
+
+
+def say_error(error):
+    """One printable line on stderr, whatever a file's name holds."""
+    print("".join(c if c.isprintable() else "?" for c in str(error)), file=sys.stderr)
+
+
+def is_out_of_memory(error):
+    """torch reports it as a RuntimeError on the CPU."""
+    words = ("allocate memory", "not enough memory", "out of memory", "size calculation overflowed", "multiplication overflow")
+    return isinstance(error, MemoryError) or any(word in str(error) for word in words)
+
+
+def prepare_folder(folder):
+    """Make it, see that it can be written before hours of training, and clear away what a killed run left half-written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f".probe.{os.getpid()}.tmp").touch()
+        for leftover in folder.glob(".*.tmp"):
+            leftover.unlink()
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        raise UserError(f"{folder}: cannot be written ({one_line(error)}); choose another --runs-dir or --out.") from None
 
 
 def write_atomic(path, write):
@@ -46,11 +69,11 @@ def read_checkpoint(path):
     """-> the state of a Run; refuses what is no checkpoint of ours. Nothing in the file is executed."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path}: no such checkpoint; train first, or check --out and --runs-dir.") from None
     except Exception:  # truncated, not a checkpoint, or a pickle that would run code: torch raises many kinds
         raise UserError(f"{path}: damaged or not a checkpoint of this program; delete it and train again.") from None
-    if not isinstance(state, dict) or state.get("format") != CHECKPOINT_FORMAT:
+    if not isinstance(state, dict) or state.get("format") != CHECKPOINT_FORMAT or CHECKPOINT_KEYS - state.keys():
         raise UserError(f"{path}: not a checkpoint of this version; delete it and train again.")
     return state
 

@@ -20,6 +20,7 @@ import argparse
 import csv
 import io
 import math
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -37,7 +38,7 @@ from cluster_cel import ClusterCEL
 from gated_att_cel import GatedAttCEL
 from gmm_cel import GMMCEL
 from options import SHORT_RUN, parse
-from report import CHECKPOINT_FORMAT, Progress, UserError, read_checkpoint, write
+from report import CHECKPOINT_FORMAT, Progress, UserError, is_out_of_memory, prepare_folder, read_checkpoint, say_error, write
 from slot_cross_cel import SlotCrossCEL
 from split_net import MIN_IMAGE_SIZE, SplitNet, count_flops, feature_shape
 
@@ -139,9 +140,15 @@ class Run:
                 "stats": dict(self.cel.stats) if self.cel is not None else {}, "defense_stats": dict(self.defense.stats),
                 "counted": list(self.counted)}
 
-    def load(self, state):
+    def load(self, state, path="checkpoint.pt"):
         if state["data"] != self.fingerprint:
             raise UserError(f"--dataset {self.args.dataset}: its images are not those of the checkpoint; restore them or train again.")
+        try:
+            self.restore(state)
+        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError):  # weights of another network, figures that are none
+            raise UserError(f"{path}: does not fit this network and these settings; delete it and train again.") from None
+
+    def restore(self, state):
         self.net = SplitNet(**state["net"]).to(self.args.device, memory_format=torch.channels_last)
         self.net.load_state_dict(state["weights"])
         self.victim = attack.Victim(self.net.encoder, self.args.sigma, self.defense.wire)
@@ -246,12 +253,16 @@ class Run:
 # ------------------------------------------------------------------------------------------------ output
 
 def save_run(folder, run):
+    state = run.state()
+    write(folder / "checkpoint.pt", lambda temporary: torch.save(state, temporary))
+    write_log(folder, run)
+
+
+def write_log(folder, run):
     text = io.StringIO()
     writer = csv.DictWriter(text, run.log[0].keys(), lineterminator="\n")
     writer.writeheader()
     writer.writerows(run.log)
-    state = run.state()
-    write(folder / "checkpoint.pt", lambda temporary: torch.save(state, temporary))
     write(folder / "log.csv", text.getvalue())
 
 
@@ -261,6 +272,9 @@ def load_splits(args):
         raise UserError(f"--dataset {args.dataset}: its images have {splits.train.x.shape[-1]} pixels a side; enlarge them with --image-size {MIN_IMAGE_SIZE}.")
     if len(splits.train) < args.batch_size * parallel.processes():
         raise UserError(f"--batch-size {args.batch_size}: there are only {len(splits.train)} training images; lower it.")
+    largest = min(splits.train.y.bincount().max().item(), args.refresh_samples)
+    if args.clusters and args.clusters > largest:
+        raise UserError(f"--clusters {args.clusters}: the largest class has {largest} images to fit them on; lower it.")
     return splits
 
 
@@ -280,7 +294,7 @@ def train(argv):
         changed = [k for k, v in vars(args).items() if state["config"].get(k) != v and k not in ("resume", "verbose", "runs_dir", "device", "processes")]
         if changed:
             raise UserError(f"--resume: {folder / 'checkpoint.pt'} was made with another --{changed[0].replace('_', '-')}; repeat its settings or choose another --out.")
-        run.load(state)
+        run.load(state, folder / "checkpoint.pt")
     if args.attack:  # before hours of training, not behind them
         attack.Decoder(run.shape, run.image_size, 1, 8)
         attack.attacker_images(run.splits, args.attacker_data, args.seed)
@@ -293,6 +307,9 @@ def train(argv):
     progress = Progress()
     if parallel.rank() > 0:
         return run.train(lambda run: None, lambda done, total: None)
+    prepare_folder(folder)
+    if run.log:  # killed between checkpoint and log, it would stay a row behind
+        write_log(folder, run)
     run.train(lambda run: save_run(folder, run), lambda done, total: progress("train   ", done / total))
     finish(run, args, folder, argv, "train.py")
 
@@ -317,7 +334,7 @@ def attack_checkpoint(argv):
     if trained.attacker_data == "aux" and not trained.aux_share:
         raise UserError("--attacker-data aux: the run was trained on all images; train it again with --attacker-data aux to keep some for the attacker.")
     run = Run(trained, load_splits(trained))
-    run.load(state)
+    run.load(state, folder / "checkpoint.pt")
     finish(run, trained, folder, argv, "attack.py", "attack", "attack")
 
 
@@ -327,10 +344,18 @@ def cli(command, argv, program):
         command(argv)
     except UserError as error:
         if parallel.rank() == 0:
-            print(error, file=sys.stderr)
+            say_error(error)
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        say_error("not enough memory: lower --batch-size, --width, --image-size, --refresh-samples or the size of the surrogate or attacker.")
         return 2
     except KeyboardInterrupt:
-        print(f"\ninterrupted; go on with: python {program} {' '.join(argv)}{' --resume' if program == 'train.py' else ''}", file=sys.stderr)
+        if parallel.rank() == 0:
+            print(end="\n" if sys.stdout.isatty() else "")  # behind the progress line
+            again = [*(a for a in argv if a != "--resume"), "--resume"] if program == "train.py" else argv
+            say_error(f"interrupted; {'go on' if program == 'train.py' else 'start again'} with: python {program} {shlex.join(again)}")
         return 130
     finally:
         parallel.stop()
