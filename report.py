@@ -39,7 +39,7 @@ def prepare_folder(folder):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f".probe.{os.getpid()}.tmp").touch()
         for leftover in folder.glob(".*.tmp"):
-            leftover.unlink()
+            leftover.unlink(missing_ok=True)
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         raise UserError(f"{folder}: cannot be written ({one_line(error)}); choose another --runs-dir or --out.") from None
 

@@ -195,7 +195,7 @@ def test_train_size_keeps_that_many_before_val_and_aux(monkeypatch):
 def test_too_few_images_for_a_validation_set(monkeypatch):
     small_source(monkeypatch)
     with pytest.raises(UserError, match="anywhere.*too few"):
-        load("anywhere", train_size=3)
+        load("anywhere", train_size=5)
     with pytest.raises(UserError, match="anywhere.*too few"):
         load("anywhere", val_share=0.5, aux_share=0.5)
 
