@@ -28,8 +28,10 @@ def audit(run, args, progress):
     torch.manual_seed(args.seed)
     results["accuracy"] = accuracy(run.net, run.victim, run.splits.test)
     results["val_accuracy"] = accuracy(run.net, run.victim, run.splits.val)
-    images = attack.attacker_images(run.splits, args.attacker_data, args.seed)
-    results["attacks"], pictures = attack.run(args.attack, run.victim, images, args, args.seed, progress)
+    results["attacks"], pictures = {}, {}
+    if args.attack:
+        images = attack.attacker_images(run.splits, args.attacker_data, args.seed)
+        results["attacks"], pictures = attack.run(args.attack, run.victim, images, args, args.seed, progress)
     results["strongest"] = attack.strongest(results["attacks"])
     if args.sigma:
         fit, test = (cem.audit_sample(part, math.prod(run.shape), args.seed) for part in (run.splits.train, run.splits.test))

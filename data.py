@@ -144,11 +144,12 @@ def import_torchvision():
     except RuntimeError as error:
         if "operator torchvision::nms does not exist" not in str(error):
             raise
-    warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
     for signature in ("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
                       "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"):
         torch.library.define("torchvision::" + signature.split("(")[0], signature[signature.index("("):])
-    return importlib.import_module("torchvision")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+        return importlib.import_module("torchvision")
 
 
 def load_cifar(name, data_dir, image_size):
@@ -293,7 +294,9 @@ def cache_paths(folder, image_size, cache_dir):
 def read_cache(folder, image_size, cache_dir, stamp, files):
     for path in cache_paths(folder, image_size, cache_dir):
         try:
-            cached = torch.load(path, weights_only=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                cached = torch.load(path, weights_only=True)
         except Exception:  # absent, half-written by another program, of an older version: decode again
             continue
         if isinstance(cached, dict) and cached.get("stamp") == stamp and all(fits(cached, split, rows) for split, rows in files.items()):

@@ -5,6 +5,7 @@ import platform
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -68,7 +69,9 @@ def write(path, text_or_writer):
 def read_checkpoint(path):
     """-> the state of a Run; refuses what is no checkpoint of ours. Nothing in the file is executed."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():  # a foreign pickle: the sentence below is enough
+            warnings.simplefilter("ignore")
+            state = torch.load(path, map_location="cpu", weights_only=True)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path}: no such checkpoint; train first, or check --out and --runs-dir.") from None
     except Exception:  # truncated, not a checkpoint, or a pickle that would run code: torch raises many kinds

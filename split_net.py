@@ -42,11 +42,13 @@ class ResidualBlock(nn.Module):
         super().__init__()
         self.first = nn.Sequential(nn.Conv2d(c_in, c_out, 3, stride, 1, bias=False), nn.BatchNorm2d(c_out), nn.ReLU(inplace=True))
         self.second = nn.Sequential(nn.Conv2d(c_out, c_out, 3, 1, 1, bias=False), nn.BatchNorm2d(c_out))
-        same = stride == 1 and c_in == c_out
-        self.shortcut = nn.Identity() if same else nn.Sequential(nn.Conv2d(c_in, c_out, 1, stride, bias=False), nn.BatchNorm2d(c_out))
+        same, self.stride = stride == 1 and c_in == c_out, stride
+        self.shortcut = nn.Identity() if same else nn.Sequential(nn.Conv2d(c_in, c_out, 1, bias=False), nn.BatchNorm2d(c_out))
 
     def forward(self, x):
-        return torch.relu(self.shortcut(x) + self.second(self.first(x)))
+        # A 1x1 convolution with a stride, taken apart: on a CPU its backward pass in channels_last writes beyond its memory
+        # (torch 2.13, fewer than 8 channels)
+        return torch.relu(self.shortcut(x[:, :, ::self.stride, ::self.stride]) + self.second(self.first(x)))
 
 
 class SplitNet(nn.Module):
@@ -59,7 +61,7 @@ class SplitNet(nn.Module):
         if not 1 <= cut < len(plan):
             raise ValueError(f"--cut {cut}: {arch} has {len(plan)} units; cut after 1 to {len(plan) - 1}.")
         if width < 1 or bottleneck < 0:
-            raise ValueError("--width and --bottleneck: use a width of at least 1 and a bottleneck of at least 0 channels.")
+            raise ValueError(f"--width {width}, --bottleneck {bottleneck}: use a width of at least 1 and a bottleneck of at least 0 channels.")
         counts = [multiple * width for multiple, _ in plan]
         if channels is not None:
             if len(channels) != cut:

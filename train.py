@@ -40,7 +40,7 @@ from gmm_cel import GMMCEL
 from options import SHORT_RUN, parse
 from report import CHECKPOINT_FORMAT, Progress, UserError, is_out_of_memory, prepare_folder, read_checkpoint, say_error, write
 from slot_cross_cel import SlotCrossCEL
-from split_net import MIN_IMAGE_SIZE, SplitNet, count_flops, feature_shape
+from split_net import MIN_IMAGE_SIZE, UNITS, SplitNet, count_flops, feature_shape
 
 PROCESS_SEED = 500_009  # keeps the processes' random numbers apart
 
@@ -52,6 +52,8 @@ def build(args, classes, image_size):
     torch.manual_seed(args.seed)
     try:
         cut = args.cut + defenses.extra_cut(args.defense)
+        if args.cut < len(UNITS[args.arch]) <= cut:
+            raise ValueError(f"--cut {args.cut}: --defense {args.defense} cuts {cut - args.cut} unit deeper and leaves the server none; lower it.")
         net = SplitNet(args.arch, classes, args.width, cut, args.bottleneck)
         shape = feature_shape(net.encoder, image_size)
         plain = SplitNet(args.arch, classes, args.width, args.cut, args.bottleneck).encoder
