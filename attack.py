@@ -29,7 +29,7 @@ from torch import nn
 from cem import channel
 from data import EVAL_BATCH, Images, batches, to_float
 from metrics import metrics
-from report import UserError
+from report import UserError, cli
 
 ATTACKER_SEED = 7919  # keeps the attackers' random numbers apart from the victim's and from any proxy's
 MEMBERS_SHARE, MEMBERS_MAX = 0.1, 1000  # training images kept back from the attacker, to be reported as `train`
@@ -336,7 +336,7 @@ def strongest(results):
 
 def main(argv=None):
     """python attack.py runs/NAME [--attack ...]: attack a trained run again -> attack.json, attack.png beside its results."""
-    from train import attack_checkpoint, cli  # train.py imports this file
+    from audit import attack_checkpoint  # audit.py imports this file
     return cli(attack_checkpoint, argv, "attack.py")
 
 

@@ -1,15 +1,18 @@
 """What a trained run is worth: accuracy, attacks, leakage bits, the encoder's cost -> results.json and pictures."""
 
+import argparse
 import json
 import math
 import time
+from pathlib import Path
 
 import torch
 
 import attack
 import cem
 from data import EVAL_BATCH
-from report import Progress, environment, print_report, save_pictures, write
+from options import parse
+from report import Progress, UserError, environment, print_report, read_checkpoint, save_pictures, write
 from split_net import count_flops, count_params, latency_ms
 
 
@@ -59,3 +62,28 @@ def finish(run, args, folder, argv, program, stem="results", pictures_stem="reco
     write(folder / f"{pictures_stem}.png", lambda temporary: save_pictures(temporary, run.splits.test.float(), pictures))
     write(folder / f"{stem}.json", json.dumps(results, indent=1))
     print_report(results, folder)
+
+
+def attack_checkpoint(argv):
+    """A trained run attacked again, with flags of the attack group, the rest as trained -> attack.json, attack.png beside its results."""
+    from train import Run, load_splits  # train.py imports this file
+    if set(argv) & {"-h", "--help"}:
+        parse(["--help"])
+    if not argv or argv[0].startswith("-"):
+        raise UserError("name the run's folder first, as in: python attack.py runs/NAME --attack decoder,gan,whitebox")
+    folder = Path(argv[0])
+    state = read_checkpoint(folder / "checkpoint.pt")
+    if state["epoch"] < state["config"]["epochs"]:
+        raise UserError(f"{folder}: training stopped after epoch {state['epoch']} of {state['config']['epochs']}; finish it first with train.py --resume.")
+    given = parse(argv[1:])
+    trained = argparse.Namespace(**{**state["config"], "device": given.device, "data_dir": given.data_dir if "--data-dir" in argv else state["config"]["data_dir"]})
+    for flag in [a.split("=")[0] for a in argv[1:] if a.startswith("--")]:
+        name = flag[2:].replace("-", "_")
+        if not name.startswith(("attack", "whitebox")) and name not in ("device", "data_dir"):
+            raise UserError(f"{flag}: fixed when the run was trained; attack.py takes --attack..., --whitebox..., --device and --data-dir.")
+        setattr(trained, name, getattr(given, name))
+    if trained.attacker_data == "aux" and not trained.aux_share:
+        raise UserError("--attacker-data aux: the run was trained on all images; train it again with --attacker-data aux to keep some for the attacker.")
+    run = Run(trained, load_splits(trained))
+    run.load(state, folder / "checkpoint.pt")
+    finish(run, trained, folder, argv, "attack.py", "attack", "attack")

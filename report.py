@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import torch
 
+import parallel
+
 CHECKPOINT_FORMAT = 2
-CHECKPOINT_KEYS = {"config", "net", "weights", "data", "surrogate", "defense", "optimizer", "epoch", "log", "seconds", "stats", "counted"}
+CHECKPOINT_KEYS = {"config", "net", "weights", "data", "surrogate", "defense", "defense_stats", "optimizer", "epoch", "log", "seconds", "stats", "counted"}
 LABEL_WIDTH = 70  # pixels left of the pictures, for the name of the row
 
 
@@ -26,6 +29,31 @@ def one_line(error):
 def say_error(error):
     """One printable line on stderr, whatever a file's name holds."""
     print("".join(c if c.isprintable() else "?" for c in str(error)), file=sys.stderr)
+
+
+def cli(command, argv, program):
+    """Exit status of `command(argv)`: 0, 2 for the user's mistake, 130 for Ctrl-C."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        command(argv)
+    except UserError as error:
+        if parallel.rank() == 0:
+            say_error(error)
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        say_error("not enough memory: lower --batch-size, --width, --image-size, --refresh-samples or the size of the surrogate or attacker.")
+        return 2
+    except KeyboardInterrupt:
+        if parallel.rank() == 0:
+            print(end="\n" if sys.stdout.isatty() else "")  # behind the progress line
+            again = [*(a for a in argv if a != "--resume"), "--resume"] if program == "train.py" else argv
+            say_error(f"interrupted; {'go on' if program == 'train.py' else 'start again'} with: python {program} {shlex.join(again)}")
+        return 130
+    finally:
+        parallel.stop()
+    return 0
 
 
 def is_out_of_memory(error):

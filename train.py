@@ -16,11 +16,9 @@ Random numbers of an epoch depend on the seed and the epoch alone, so a run resu
 it had never stopped.
 """
 
-import argparse
 import csv
 import io
 import math
-import shlex
 import sys
 import time
 from pathlib import Path
@@ -38,7 +36,7 @@ from cluster_cel import ClusterCEL
 from gated_att_cel import GatedAttCEL
 from gmm_cel import GMMCEL
 from options import SHORT_RUN, parse
-from report import CHECKPOINT_FORMAT, Progress, UserError, is_out_of_memory, prepare_folder, read_checkpoint, say_error, write
+from report import CHECKPOINT_FORMAT, Progress, UserError, cli, prepare_folder, read_checkpoint, write
 from slot_cross_cel import SlotCrossCEL
 from split_net import MIN_IMAGE_SIZE, UNITS, SplitNet, count_flops, feature_shape
 
@@ -314,54 +312,6 @@ def train(argv):
         write_log(folder, run)
     run.train(lambda run: save_run(folder, run), lambda done, total: progress("train   ", done / total))
     finish(run, args, folder, argv, "train.py")
-
-
-def attack_checkpoint(argv):
-    """A trained run attacked again, with flags of the attack group, the rest as trained -> attack.json, attack.png beside its results."""
-    if set(argv) & {"-h", "--help"}:
-        parse(["--help"])
-    if not argv or argv[0].startswith("-"):
-        raise UserError("name the run's folder first, as in: python attack.py runs/NAME --attack decoder,gan,whitebox")
-    folder = Path(argv[0])
-    state = read_checkpoint(folder / "checkpoint.pt")
-    if state["epoch"] < state["config"]["epochs"]:
-        raise UserError(f"{folder}: training stopped after epoch {state['epoch']} of {state['config']['epochs']}; finish it first with train.py --resume.")
-    given = parse(argv[1:])
-    trained = argparse.Namespace(**{**state["config"], "device": given.device, "data_dir": given.data_dir if "--data-dir" in argv else state["config"]["data_dir"]})
-    for flag in [a.split("=")[0] for a in argv[1:] if a.startswith("--")]:
-        name = flag[2:].replace("-", "_")
-        if not name.startswith(("attack", "whitebox")) and name not in ("device", "data_dir"):
-            raise UserError(f"{flag}: fixed when the run was trained; attack.py takes --attack..., --whitebox..., --device and --data-dir.")
-        setattr(trained, name, getattr(given, name))
-    if trained.attacker_data == "aux" and not trained.aux_share:
-        raise UserError("--attacker-data aux: the run was trained on all images; train it again with --attacker-data aux to keep some for the attacker.")
-    run = Run(trained, load_splits(trained))
-    run.load(state, folder / "checkpoint.pt")
-    finish(run, trained, folder, argv, "attack.py", "attack", "attack")
-
-
-def cli(command, argv, program):
-    argv = sys.argv[1:] if argv is None else argv
-    try:
-        command(argv)
-    except UserError as error:
-        if parallel.rank() == 0:
-            say_error(error)
-        return 2
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        say_error("not enough memory: lower --batch-size, --width, --image-size, --refresh-samples or the size of the surrogate or attacker.")
-        return 2
-    except KeyboardInterrupt:
-        if parallel.rank() == 0:
-            print(end="\n" if sys.stdout.isatty() else "")  # behind the progress line
-            again = [*(a for a in argv if a != "--resume"), "--resume"] if program == "train.py" else argv
-            say_error(f"interrupted; {'go on' if program == 'train.py' else 'start again'} with: python {program} {shlex.join(again)}")
-        return 130
-    finally:
-        parallel.stop()
-    return 0
 
 
 def main(argv=None):
