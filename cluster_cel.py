@@ -75,7 +75,7 @@ def kmeans(z, k, init=None, iters=50, generator=None):
             break
         # μ_k = Σ_{z in S_k} z / |S_k|; when few samples moved, only they change the sums
         if len(moved) > FEW * len(z):
-            sums = _one_hot(nearest, k_used, z) @ z  # [k', D]
+            sums = torch.zeros_like(centers).index_add_(0, nearest, z)  # [k', D]
         else:
             change = _one_hot(nearest[moved], k_used, z) - _one_hot(assign[moved], k_used, z)  # [k', m]
             sums = sums + change @ z.index_select(0, moved)
