@@ -32,9 +32,10 @@ from metrics import metrics
 from report import UserError, cli
 
 ATTACKER_SEED = 7919  # keeps the attackers' random numbers apart from the victim's and from any proxy's
+LOOK_SEED = 15_485_863  # and these from the noise on the images that are reported
 MEMBERS_SHARE, MEMBERS_MAX = 0.1, 1000  # training images kept back from the attacker, to be reported as `train`
 STOP_SHARE, STOP_MAX = 0.1, 1000
-COARSE = 8
+COARSE = 8  # most cells a side of the decoder's coarse picture
 FEATURE_BATCH = 250  # images through the encoder at a time: what it holds between two layers stays in the cache
 GAN_WEIGHT, GAN_PENALTY, CRITIC_CHANNELS, CRITIC_LR = 1e-3, 10.0, 24, 2e-4
 WHITEBOX_LR, WHITEBOX_TV, WHITEBOX_TV_NOISE = 0.05, 1e-5, 0.1  # t = WHITEBOX_TV + WHITEBOX_TV_NOISE·σ²
@@ -122,11 +123,16 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def observe(self, sent):
-        self.mean.copy_(sent.mean((0, 2, 3)).view(-1, 1, 1))
-        self.std.copy_(sent.std((0, 2, 3)).view(-1, 1, 1).clamp_min(torch.finfo(sent.dtype).tiny))
+        """Mean and deviation of each channel; an exact 0 was dropped on the wire and says nothing."""
+        there = (sent != 0).to(sent.dtype)
+        count = there.sum((0, 2, 3)).clamp_min(1)
+        mean = sent.sum((0, 2, 3)) / count
+        square = ((sent - mean.view(-1, 1, 1)) * there).square().sum((0, 2, 3)) / (count - 1).clamp_min(1)
+        self.mean.copy_(mean.view(-1, 1, 1))
+        self.std.copy_(square.sqrt().clamp_min(torch.finfo(sent.dtype).eps).view(-1, 1, 1))
 
     def forward(self, z):
-        z = (z - self.mean) / self.std
+        z = (z - self.mean) / self.std * (z != 0)  # what was dropped counts as the mean
         return torch.sigmoid(self.layers(z) + self.coarse(z))
 
 
@@ -158,7 +164,9 @@ def fit_decoder(decoder, pairs, stop_pairs, epochs, steps, lr, progress=lambda d
         with torch.no_grad():
             errors = [(F.mse_loss(decoder(sent), x) * len(x), len(x)) for sent, x in stop_pairs()]
         error = (sum(e for e, _ in errors) / sum(n for _, n in errors)).item()
-        if error < best or best_state is None:
+        if not math.isfinite(error):
+            raise UserError(f"--attack-lr {lr}: the attacker diverged in its epoch {epoch + 1}; lower it.")
+        if error < best:
             best, best_epoch, best_state = error, epoch + 1, copy.deepcopy(decoder.state_dict())
     decoder.load_state_dict(best_state)
     return best_epoch, best
@@ -310,7 +318,7 @@ def run(names, victim, images, options, seed=0, progress=lambda name, done: None
     """
     images.check()
     before = victim.fingerprint()
-    torch.manual_seed(ATTACKER_SEED + seed)
+    torch.manual_seed(LOOK_SEED + seed)
     seen = {split: victim.send(victim.features(part.x)) for split, part in images.report.items()}
     results, pictures, known = {}, {}, {}
     few = options.whitebox_images if "whitebox" in names else None

@@ -82,6 +82,7 @@ def attack_checkpoint(argv):
         if not name.startswith(("attack", "whitebox")) and name not in ("device", "data_dir"):
             raise UserError(f"{flag}: fixed when the run was trained; attack.py takes --attack..., --whitebox..., --device and --data-dir.")
         setattr(trained, name, getattr(given, name))
+    trained.attack = trained.attack or given.attack
     if trained.attacker_data == "aux" and not trained.aux_share:
         raise UserError("--attacker-data aux: the run was trained on all images; train it again with --attacker-data aux to keep some for the attacker.")
     run = Run(trained, load_splits(trained))

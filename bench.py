@@ -24,7 +24,7 @@ from pathlib import Path
 import speed
 import tables
 from defenses import DEFENSES
-from options import GATES, Parser
+from options import GATES, Parser, parse
 from report import UserError, prepare_folder, say_error, write
 from tables import RESULTS, ROOT, SURROGATES, finished
 
@@ -51,7 +51,7 @@ def audit_cells():
     settings = {f"none-sigma{sigma}": f"--sigma {sigma}" for sigma in (0.05, 0.1, 0.2, 0.4)}
     settings |= {s: f"--surrogate {s}" for s in SURROGATES[1:]}
     settings |= {"cluster-lambda10": "--surrogate cluster --lambd 10"}
-    return {f"{label}-seed0": f"{flags} --attack decoder,gan,whitebox --attack-epochs 6" for label, flags in settings.items()}
+    return {f"{label}-seed0": f"{flags} --attack decoder,gan,whitebox --attack-epochs 4 --whitebox-images 32" for label, flags in settings.items()}
 
 
 def strength_cells():
@@ -152,8 +152,9 @@ def run_cells(preset, shard="1/1", only="", data="DATA", runs_dir="runs", result
             broken += 1
             print(f"    broke: {(log.read_text().strip().splitlines() or ['no output'])[-1]} (see {log})")
             continue
-        text = (run_dir / name / "results.json").read_text()
-        cell = json.loads(text.replace(json.dumps(str(data))[1:-1], "DATA").replace(json.dumps(str(run_dir))[1:-1], "runs"))
+        cell = json.loads((run_dir / name / "results.json").read_text())
+        # as anybody can run it, without this machine's folders
+        cell["config"].update(dataset=parse(flags.split()).dataset, data_dir="data", runs_dir="runs")
         cell["environment"]["command"] = f"python train.py {flags}"
         write(results / preset / f"{name}.json", json.dumps(cell, indent=1))
         write(results / preset / f"{name}.png", lambda temporary: shutil.copyfile(run_dir / name / "reconstructions.png", temporary))

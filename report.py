@@ -13,7 +13,7 @@ import torch
 
 import parallel
 
-CHECKPOINT_FORMAT = 2
+CHECKPOINT_FORMAT = 3
 CHECKPOINT_KEYS = {"config", "net", "weights", "data", "surrogate", "defense", "defense_stats", "optimizer", "epoch", "log", "seconds", "stats", "counted"}
 LABEL_WIDTH = 70  # pixels left of the pictures, for the name of the row
 
@@ -49,11 +49,16 @@ def cli(command, argv, program):
         if parallel.rank() == 0:
             print(end="\n" if sys.stdout.isatty() else "")  # behind the progress line
             again = [*(a for a in argv if a != "--resume"), "--resume"] if program == "train.py" else argv
-            say_error(f"interrupted; {'go on' if program == 'train.py' else 'start again'} with: python {program} {shlex.join(again)}")
+            say_error(f"interrupted; {'go on' if program == 'train.py' else 'start again'} with: {started_as(program, again)}")
         return 130
     finally:
         parallel.stop()
     return 0
+
+
+def started_as(program, argv):
+    processes = parallel.processes()
+    return f"{'python' if processes == 1 else f'torchrun --nproc_per_node={processes}'} {program} {shlex.join(argv)}"
 
 
 def is_out_of_memory(error):
@@ -133,7 +138,7 @@ def environment(program, argv):
     except OSError:
         commit = ""
     return {"torch": torch.__version__, "python": platform.python_version(), "platform": platform.system(),
-            "threads": torch.get_num_threads(), "command": " ".join(["python", program, *argv]), "commit": commit or None}
+            "threads": torch.get_num_threads(), "command": started_as(program, argv), "commit": commit or None}
 
 
 def print_report(results, folder):
@@ -142,7 +147,8 @@ def print_report(results, folder):
         for split in ("train", "test"):
             m = result[split]
             best = "  <- strongest" if results["strongest"][split] == name and len(results["attacks"]) > 1 else ""
-            print(f"{name + ' on ' + split:22}MSE {m['mse']:.4f}  NMSE {m['nmse']:.3f}  PSNR {m['psnr']:5.2f} dB  SSIM {m['ssim']:.3f}{best}")
+            print(f"{name + ' on ' + split:22}MSE {m['mse']:.4f}  NMSE {m['nmse']:.3f}  PSNR {m['psnr']:5.2f} dB  SSIM {m['ssim']:.3f}"
+                  + (f"  MSE {m['mse_common']:.4f} on the images all saw{best}" if len(results["attacks"]) > 1 else ""))
     leak, cel = results["leakage"], results["cel"]
     print(f"{'leakage, at most':22}" + (f"{leak['bits']:8.1f} bits (± {leak['stderr']:.1f})" if leak["bits"] is not None else "unbounded (no noise)"))
     if cel["active_share"] is not None:

@@ -35,7 +35,7 @@ from audit import accuracy, finish
 from cluster_cel import ClusterCEL
 from gated_att_cel import GatedAttCEL
 from gmm_cel import GMMCEL
-from options import SHORT_RUN, parse
+from options import NOT_SETTINGS, SHORT_RUN, parse
 from report import CHECKPOINT_FORMAT, Progress, UserError, cli, prepare_folder, read_checkpoint, write
 from slot_cross_cel import SlotCrossCEL
 from split_net import MIN_IMAGE_SIZE, UNITS, SplitNet, count_flops, feature_shape
@@ -138,7 +138,7 @@ class Run:
                 "surrogate": self.cel.state_dict() if self.cel is not None else {}, "defense": self.defense.state_dict(),
                 "optimizer": self.optimizer.state_dict(), "epoch": self.epoch, "log": self.log, "seconds": self.seconds,
                 "stats": dict(self.cel.stats) if self.cel is not None else {}, "defense_stats": dict(self.defense.stats),
-                "counted": list(self.counted)}
+                "counted": torch.stack(self.counted).cpu() if self.counted else torch.empty(0, 4)}
 
     def load(self, state, path="checkpoint.pt"):
         if state["data"] != self.fingerprint:
@@ -160,7 +160,7 @@ class Run:
         self.optimizer = make_optimizer(self.args, self.net, self.cel)
         self.optimizer.load_state_dict(state["optimizer"])
         self.epoch, self.log, self.seconds = state["epoch"], state["log"], state["seconds"]
-        self.counted = list(state["counted"])
+        self.counted = list(state["counted"].to(self.args.device))
 
     def epoch_order(self):
         """Seed this epoch's random numbers, and deal the training images to the processes."""
@@ -291,7 +291,7 @@ def train(argv):
         state = read_checkpoint(folder / "checkpoint.pt")
         if state["config"].get("processes", 1) != args.processes:
             raise UserError(f"--resume: {folder / 'checkpoint.pt'} was made by {state['config'].get('processes', 1)} processes; start as many.")
-        changed = [k for k, v in vars(args).items() if state["config"].get(k) != v and k not in ("resume", "verbose", "runs_dir", "device", "processes")]
+        changed = [k for k, v in vars(args).items() if state["config"].get(k) != v and k not in (*NOT_SETTINGS, "processes")]
         if changed:
             raise UserError(f"--resume: {folder / 'checkpoint.pt'} was made with another --{changed[0].replace('_', '-')}; repeat its settings or choose another --out.")
         run.load(state, folder / "checkpoint.pt")

@@ -95,7 +95,7 @@ def test_metrics_are_the_pure_functions_whatever_the_batch(monkeypatch):
     mean = sum(pixels) / len(pixels)
     variance = sum((p - mean) ** 2 for p in pixels) / len(pixels)
     for batch in (500, 7, 3, 1):  # 3 leaves a last batch of one
-        monkeypatch.setattr(attack, "EVAL_BATCH", batch)
+        monkeypatch.setattr("metrics.EVAL_BATCH", batch)
         got = metrics(a, b)
         assert set(got) == {"mse", "nmse", "psnr", "ssim"} and all(type(v) is float for v in got.values())
         for name, value in want.items():
@@ -142,7 +142,7 @@ def test_features_are_the_encoder_in_eval_mode_whatever_the_batch(monkeypatch):
     with torch.no_grad():
         want = victim.encoder(images.x.double().div(255).float())
     for batch in (500, 2):
-        monkeypatch.setattr(attack, "EVAL_BATCH", batch)
+        monkeypatch.setattr(attack, "FEATURE_BATCH", batch)
         assert torch.allclose(victim.features(images.x), want, atol=1e-6)
     assert not victim.features(images.x).requires_grad and not victim.encoder.training
 
@@ -207,6 +207,28 @@ def test_decoder_sees_squeezed_features_as_large_as_any():
     plain = decoder(z)
     decoder.observe(0.5 + 1e-3 * z)
     assert torch.allclose(decoder(0.5 + 1e-3 * z), plain, atol=1e-2)
+
+
+def test_decoder_knows_what_was_dropped_on_the_wire():
+    """An exact 0 says nothing: neither about a channel's mean and deviation nor about the picture."""
+    torch.manual_seed(0)
+    decoder, z = Decoder((4, 8, 8), 32, 1, 8).eval(), 0.5 + 0.1 * torch.randn(50, 4, 8, 8)
+    nn.init.normal_(decoder.coarse[1].weight)
+    kept = torch.rand_like(z) > 0.4
+    decoder.observe(z * kept)
+    for c in range(4):
+        there = z[:, c][kept[:, c]]
+        assert decoder.mean[c].item() == pytest.approx(there.mean().item(), rel=1e-5)
+        assert decoder.std[c].item() == pytest.approx(there.std().item(), rel=1e-4)
+    assert torch.allclose(decoder(z * kept), decoder(torch.where(kept, z, decoder.mean)), atol=1e-5)
+    assert not torch.allclose(decoder(z * kept), decoder(z), atol=1e-2)
+
+
+def test_a_diverged_attacker_is_not_reported():
+    decoder = Decoder((4, 8, 8), 32, 1, 8)
+    pairs = lambda: [(torch.full((2, 4, 8, 8), math.nan), torch.rand(2, 3, 32, 32))]
+    with pytest.raises(UserError, match="--attack-lr 0.1.*diverged"):
+        fit_decoder(decoder, pairs, pairs, 1, 1, 0.1)
 
 
 def test_decoder_finds_what_is_spread_over_all_of_z():

@@ -85,6 +85,7 @@ def test_run_resume_and_report_on_two_tiny_cells(tmp_path, monkeypatch, capsys):
     before = {p.name: p.stat().st_mtime_ns for p in (results / "shapes").iterdir()}
     assert sorted(before) == ["gated-seed0.json", "gated-seed0.png", "none-seed0.json", "none-seed0.png"]
     assert str(tmp_path) not in (results / "shapes" / "none-seed0.json").read_text()  # no path of the machine
+    assert json.loads((results / "shapes" / "none-seed0.json").read_text())["config"]["dataset"] == "shapes"
 
     # a finished cell is never run again; a broken one is
     (results / "shapes" / "gated-seed0.json").write_text('{"accur')

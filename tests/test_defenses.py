@@ -167,8 +167,7 @@ def test_dropout_raises_the_best_attackers_error_to_the_known_value():
 
 # ---------------------------------------------------------------------------------------------- Noise-ARL
 
-def test_the_proxy_gets_worse_when_the_encoder_is_trained_against_it(monkeypatch):
-    monkeypatch.setattr(defenses, "SSIM_THRESHOLD", 0.3)            # a few dozen steps bring no proxy far above 0.5
+def test_the_proxy_gets_worse_when_the_encoder_is_trained_against_it():
     x, y = images(32)
 
     def proxy_likeness(alpha):

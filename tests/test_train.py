@@ -179,6 +179,10 @@ def test_three_attackers_and_attacking_a_checkpoint_again(tmp_path, capsys):
     assert again["accuracy"] == first["accuracy"]
     for split in ("train", "test"):
         assert again["attacks"]["decoder"][split]["mse"] == first["attacks"]["decoder"][split]["mse"]
+    # a run that was trained without an attack is attacked by the decoder
+    go(tmp_path, "--attack", "none", name="quiet")
+    assert attack_program.main([str(tmp_path / "quiet"), *small]) == 0
+    assert list(json.loads((tmp_path / "quiet" / "attack.json").read_text())["attacks"]) == ["decoder"]
     capsys.readouterr()
     for argv, words in (([], "runs/NAME"), ([str(tmp_path / "nothing")], "no such checkpoint"),
                         ([str(tmp_path / "run"), "--sigma", "1"], "--sigma"),
