@@ -171,15 +171,14 @@ def audit_table(found):
         f"\n\nRank correlation (Spearman) of the bits with the strongest attacker's MSE over these {len(rows)} settings: {correlation}."
 
 
-def ablation_table(found, noise):
-    """One row a changed setting: its point, and its gain over noise alone at its own accuracy (`noise`: {seed: points})."""
+def points_table(found, noise):
+    """One row a setting: its point, and its gain over noise alone at its own accuracy (`noise`: {seed: points})."""
     rows = []
     for label, results in by_setting(found).items():
-        method, change = label.split("-", 1)
-        rows.append([method, change, mean_std([r["accuracy"] for r in results], 100, 1), mean_std([point(r)[1] for r in results], digits=4),
+        rows.append([label, mean_std([r["accuracy"] for r in results], 100, 1), mean_std([point(r)[1] for r in results], digits=4),
                      show_gain(*gain_interval({r["config"]["seed"]: [point(r)] for r in results}, noise)),
                      mean_std([r["leakage"]["bits"] for r in results], digits=0), str(len(results))])
-    return markdown(["surrogate", "changed", "accuracy %", "decoder MSE (test)", "gain over noise alone", "leakage, bits ≤", "n"], rows)
+    return markdown(["setting", "accuracy %", "decoder MSE (test)", "gain over noise alone", "leakage, bits ≤", "n"], rows)
 
 
 def strength_table(found):
@@ -245,20 +244,16 @@ def report(results=RESULTS, readme_path=ROOT / "README.md"):
         readme = fill(readme, "shapes", summary_table(groups))
         pictures = {s: results / "shapes" / f"{s}-seed0.png" for s in groups if (results / "shapes" / f"{s}-seed0.png").exists()}
         stack_rows(pictures, results / "first-screen.png")
-    defenses = by_setting(load_cells("defenses", results))
-    if defenses:
-        readme = fill(readme, "defenses", summary_table({"none": shapes["none"], **defenses}))
-    for name, table in (("audit", audit_table), ("strength", strength_table), ("cpu", gain_table)):
+    by_method = curves(load_cells("cpu", results))
+    if by_method:
+        draw_curves(by_method, results / "curves.png")
+    compared = lambda found: points_table(found, by_method.get("none", {}))
+    for name, table in (("defenses", lambda found: summary_table({s: shapes[s] for s in ("none",) if s in shapes} | by_setting(found))),
+                        ("datasets", lambda found: summary_table(by_setting(found))), ("audit", audit_table), ("strength", strength_table),
+                        ("cpu", gain_table), ("baselines", compared), ("ablations", compared)):
         found = load_cells(name, results)
         if found:
             readme = fill(readme, name, table(found))
-    noise = curves(load_cells("cpu", results)).get("none", {})
-    if noise:
-        draw_curves(curves(load_cells("cpu", results)), results / "curves.png")
-    for name in ("baselines", "ablations"):
-        found = load_cells(name, results)
-        if found:
-            readme = fill(readme, name, ablation_table(found, noise))
     measured = speed.load(results)
     if measured:
         readme = fill(readme, "speed", speed.table(measured))

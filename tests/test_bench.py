@@ -146,14 +146,14 @@ def run_at(seed, accuracy, mse, bits=50):
     return {"config": {"seed": seed}, "accuracy": accuracy, "attacks": {"decoder": {"test": {"mse": mse, "ssim": 0.5}}}, "leakage": {"bits": bits}}
 
 
-def test_ablation_table_measures_each_point_against_noise_at_its_own_accuracy():
+def test_points_table_measures_each_point_against_noise_at_its_own_accuracy():
     noise = {seed: [(0.5, 0.04), (0.6, 0.01)] for seed in (0, 1)}  # at 0.55 it is 0.02
     found = {"cluster-K=1-seed0": run_at(0, 0.55, 0.03), "slot-off=a,b-seed0": run_at(0, 0.6, 0.01), "slot-off=a,b-seed1": run_at(1, 0.6, 0.02),
              "gated-x=1-seed0": run_at(0, 0.7, 0.01)}
-    rows = [line.strip("| ").split(" | ") for line in tables.ablation_table(found, noise).splitlines()[2:]]
-    assert rows[0] == ["cluster", "K=1", "55.0", "0.0300", "1.50", "50", "1"]
-    assert rows[1][:2] == ["slot", "off=a,b"] and rows[1][4].startswith("1.50 (") and rows[1][6] == "2"
-    assert rows[2][4] == "–"  # noise alone does not reach its accuracy
+    rows = [line.strip("| ").split(" | ") for line in tables.points_table(found, noise).splitlines()[2:]]
+    assert rows[0] == ["cluster-K=1", "55.0", "0.0300", "1.50", "50", "1"]
+    assert rows[1][0] == "slot-off=a,b" and rows[1][3].startswith("1.50 (") and rows[1][5] == "2"
+    assert rows[2][3] == "–"  # noise alone does not reach its accuracy
 
 
 def test_curves_are_drawn_or_it_is_said_why_not(tmp_path, capsys, monkeypatch):
@@ -166,3 +166,21 @@ def test_curves_are_drawn_or_it_is_said_why_not(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     tables.draw_curves(by_method, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_report_has_a_table_for_every_grid_that_is_run(tmp_path):
+    """One cell in each: every table is filled, and nothing else of the page changes."""
+    ran = [name for name in bench.PRESETS if name != "paper"]
+    whole = {**run_at(0, 0.5, 0.02), "cel": {"active_share": None, "grad_ratio": None}, "strongest": {"test": "decoder"}}
+    whole["leakage"]["stderr"] = 1.0
+    whole["attacks"]["decoder"]["test"] |= {"mse_common": 0.02, "nmse": 0.1, "images": 64}
+    for preset in ran:
+        (tmp_path / preset).mkdir()
+        name, _ = bench.cells(preset)[0]
+        (tmp_path / preset / f"{name}.json").write_text(json.dumps(whole))
+    readme = tmp_path / "README.md"
+    readme.write_text("".join(f"{name}\n<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in ran))
+    from PIL import Image
+    Image.new("RGB", (70 + 10 * 8, 16)).save(tmp_path / "shapes" / "none-seed0.png")
+    tables.report(tmp_path, readme)
+    assert "old" not in readme.read_text() and all(f"{name}\n<!-- {name} -->\n|" in readme.read_text() for name in ran)
