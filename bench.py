@@ -8,7 +8,7 @@
     python bench.py speed                                   # ratios of times (speed.py) -> results/speed.json
 
 A cell is one train.py command. When it is finished its results.json and reconstructions.png are copied to
-results/PRESET/; a cell that is there is never run again, one that broke is.
+results/PRESET/; a cell that is there is never run again, one that broke or was made by another command is.
 """
 
 import argparse
@@ -133,7 +133,8 @@ def cells(preset, shard="1/1", only=""):
 
 def run_cells(preset, shard="1/1", only="", data="DATA", runs_dir="runs", results=RESULTS):
     """Run what is missing; -> number of cells that broke."""
-    todo = [(name, flags) for name, flags in cells(preset, shard, only) if not finished(results / preset / f"{name}.json")]
+    todo = [(name, flags) for name, flags in cells(preset, shard, only)
+            if not finished(results / preset / f"{name}.json", f"python train.py {flags}")]
     run_dir = Path(runs_dir) / "bench" / preset
     for folder in sorted({Path(word.replace("DATA", str(data))) for _, flags in todo for word in flags.split() if word.startswith("DATA/")}):
         if not folder.is_dir():

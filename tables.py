@@ -28,9 +28,11 @@ SURROGATES = ("none", "gmm", "cluster", "gated", "slot")
 ATTACKERS = ("decoder", "gan", "whitebox")
 
 
-def finished(path):
+def finished(path, command=None):
+    """Whether the cell is there and whole, and was made by `command` if one is given."""
     try:
-        return "accuracy" in json.loads(path.read_text())
+        cell = json.loads(path.read_text())
+        return "accuracy" in cell and (command is None or cell["environment"]["command"] == command)
     except (OSError, ValueError):
         return False
 

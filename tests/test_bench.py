@@ -5,6 +5,7 @@ import math
 import random
 import re
 import sys
+import types
 
 import pytest
 
@@ -92,6 +93,11 @@ def test_run_resume_and_report_on_two_tiny_cells(tmp_path, monkeypatch, capsys):
     assert bench.run_cells("shapes", runs_dir=tmp_path / "runs", results=results) == 0
     assert (results / "shapes" / "none-seed0.json").stat().st_mtime_ns == before["none-seed0.json"]
     assert tables.finished(results / "shapes" / "gated-seed0.json")
+
+    # nor does a cell count that another command made
+    monkeypatch.setitem(bench.PRESETS, "shapes", lambda: {f"{s}-seed0": TINY.format(s) + " --sigma 0.2" for s in ("none", "gated")})
+    monkeypatch.setattr(bench.subprocess, "run", lambda *a, **k: types.SimpleNamespace(returncode=1))
+    assert bench.run_cells("shapes", runs_dir=tmp_path / "runs", results=results) == 2
 
     # the report is made from the cells alone
     monkeypatch.setattr(bench.subprocess, "run", lambda *a, **k: pytest.fail("the report must not train"))
