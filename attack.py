@@ -8,9 +8,11 @@ images (`train`, the worst case) or images the victim never saw (`aux`). It neve
               attacker's own images (`stop`) is kept
     gan       the same network as a generator, trained on ‖D(z') − x‖² − w·critic(D(z')) with a WGAN-GP critic that has
               seen the attacker's own images only
-    whitebox  no training: minimise ‖F_e(x) − z'‖² / D + t·TV(x) over the image itself, from several starts (grey, noise,
-              and what the decoder made of z' if it ran before); the start with the least objective is taken. Done for
-              the first --whitebox-images of each reported split; the attackers are compared on these
+    whitebox  no training: minimise ‖F_e(x) − z'‖² / D + t·TV(x) + ρ·‖x − x̂‖² / d over the image itself, x̂ what the
+              decoder made of z' if it ran before (otherwise ρ = 0), from several starts (grey, noise, x̂); the start with the
+              least objective is taken. For Gaussian noise and x ~ N(x̂, e·I), e the decoder's error, the most probable x has
+              ρ = (d/D)·σ²/e; a little more keeps x near x̂ where z' does not see it. Done for the first
+              --whitebox-images of each reported split; the attackers are compared on these
 
 Reported images are in no attacker's training or stopping data: `test` are the data set's own test images, `train` are
 images the victim was trained on and the attacker was not (`members`).
@@ -39,6 +41,7 @@ COARSE = 8  # most cells a side of the decoder's coarse picture
 FEATURE_BATCH = 250  # images through the encoder at a time: what it holds between two layers stays in the cache
 GAN_WEIGHT, GAN_PENALTY, CRITIC_CHANNELS, CRITIC_LR = 1e-3, 10.0, 24, 2e-4
 WHITEBOX_LR, WHITEBOX_TV, WHITEBOX_TV_NOISE = 0.05, 1e-5, 0.1  # t = WHITEBOX_TV + WHITEBOX_TV_NOISE·σ²
+WHITEBOX_NEAR = 0.1  # ρ = WHITEBOX_NEAR + (d/D)·σ²/e
 
 
 # ------------------------------------------------------------------------------------------------ the victim
@@ -217,7 +220,7 @@ def attacker_images(splits, which="train", seed=0):
 # ------------------------------------------------------------------------------------------------ attacks
 
 def decoder_attack(victim, images, options, progress, known, make_term=None):
-    """-> (reconstruct, facts): reconstruct(z') decodes what was sent. `known` are the earlier attackers' reconstruct."""
+    """-> (reconstruct, facts): reconstruct(z') decodes what was sent. `known` is what the earlier attackers returned."""
     image_size = images.fit.x.shape[-1]
     device = next(victim.encoder.parameters()).device
     shape = victim.features(images.stop.x[:1]).shape[1:]
@@ -233,14 +236,15 @@ def decoder_attack(victim, images, options, progress, known, make_term=None):
 
     decoder.observe(victim.send(victim.features(images.fit.x[:EVAL_BATCH])))
     steps = len(images.fit) // batch
-    best_epoch, _ = fit_decoder(decoder, pairs, lambda: pairs(images.stop, EVAL_BATCH, False), options.attack_epochs, steps,
+    best_epoch, error = fit_decoder(decoder, pairs, lambda: pairs(images.stop, EVAL_BATCH, False), options.attack_epochs, steps,
                                 options.attack_lr, progress, make_term(image_size, device) if make_term else None)
 
     @torch.no_grad()
     def reconstruct(sent):
         return torch.cat([decoder(part) for part in sent.split(EVAL_BATCH)])
 
-    return reconstruct, {"params": sum(p.numel() for p in decoder.parameters()), "best_epoch": best_epoch, "fit_images": len(images.fit)}
+    return reconstruct, {"params": sum(p.numel() for p in decoder.parameters()), "best_epoch": best_epoch, "stop_mse": error,
+                         "fit_images": len(images.fit)}
 
 
 class Critic(nn.Module):
@@ -289,15 +293,21 @@ def whitebox_attack(victim, images, options, progress, known):
         done = reconstruct.calls = reconstruct.calls + 1
         n = len(sent)
         starts = [torch.full((n, 3, size, size), 0.5, device=sent.device), torch.rand(n, 3, size, size, device=sent.device)]
-        starts += [known["decoder"](sent)] if "decoder" in known else []
+        guess, near = starts[0], 0.0
+        if "decoder" in known:
+            reconstruct_decoder, facts = known["decoder"]
+            guess = reconstruct_decoder(sent)
+            near = WHITEBOX_NEAR + guess[0].numel() / sent[0].numel() * victim.sigma ** 2 / facts["stop_mse"]
+            starts.append(guess)
         u = torch.logit(torch.cat(starts).clamp(0.01, 0.99)).requires_grad_()  # x = sigmoid(u) stays in (0, 1)
-        target = sent.repeat(len(starts), 1, 1, 1)
+        target, guess = sent.repeat(len(starts), 1, 1, 1), guess.repeat(len(starts), 1, 1, 1)
         optimizer = torch.optim.Adam([u], WHITEBOX_LR)
         for step in range(options.whitebox_steps):
             optimizer.param_groups[0]["lr"] = WHITEBOX_LR * 0.5 * (1 + math.cos(math.pi * step / options.whitebox_steps))
             x = torch.sigmoid(u)
-            # ‖F_e(x) − z'‖² / D + t·TV(x), each image for itself; an exact 0 was dropped on the wire and says nothing
-            objective = ((frozen(x) - target) * (target != 0)).square().mean((1, 2, 3)) + tv_weight * total_variation(x)
+            # ‖F_e(x) − z'‖² / D + t·TV(x) + ρ·‖x − x̂‖² / d, each image for itself; an exact 0 was dropped and says nothing
+            objective = (((frozen(x) - target) * (target != 0)).square().mean((1, 2, 3)) + tv_weight * total_variation(x)
+                         + near * (x - guess).square().mean((1, 2, 3)))
             u.grad, = torch.autograd.grad(objective.sum(), u)
             optimizer.step()
             progress(((done - 1) * options.whitebox_steps + step + 1) / (calls * options.whitebox_steps))
@@ -324,10 +334,10 @@ def run(names, victim, images, options, seed=0, progress=lambda name, done: None
     few = options.whitebox_images if "whitebox" in names else None
     for name in sorted(names, key=list(ATTACKS).index):
         torch.manual_seed(ATTACKER_SEED + seed)
-        known[name], facts = ATTACKS[name](victim, images, options, lambda done: progress(name, done), known)
+        reconstruct, facts = known[name] = ATTACKS[name](victim, images, options, lambda done: progress(name, done), known)
         results[name] = dict(facts)
         for split, part in images.report.items():
-            pictures[name] = known[name](seen[split][:few] if name == "whitebox" else seen[split]).cpu()
+            pictures[name] = reconstruct(seen[split][:few] if name == "whitebox" else seen[split]).cpu()
             original = part.float()[:len(pictures[name])]
             results[name][split] = metrics(original, pictures[name])
             results[name][split]["images"] = len(original)

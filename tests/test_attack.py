@@ -596,5 +596,38 @@ def test_whitebox_inverts_an_invertible_encoder():
     assert mse(found, x) < 2e-3 < 0.05 * x.var()  # near black and white the sigmoid is slow to get there
     assert facts["starts"] == 2 and victim.encoder.mix.grad is None
     # a start from another attacker's reconstruction is used, and the better start is taken image by image
-    reconstruct, facts = attack.whitebox_attack(victim, images, type("Options", (), dict(whitebox_steps=1)), lambda done: None, {"decoder": lambda sent: x})
+    reconstruct, facts = attack.whitebox_attack(victim, images, type("Options", (), dict(whitebox_steps=1)), lambda done: None,
+                                                 {"decoder": (lambda sent: x, {"stop_mse": 1.0})})
     assert facts["starts"] == 3 and mse(reconstruct(victim.features(part.x)), x) < 5e-3
+
+
+@pytest.mark.parametrize("sigma", [0.0, 0.05])
+def test_whitebox_with_a_decoders_guess_finds_the_most_probable_image(monkeypatch, sigma):
+    """z' = mean of 2x2 pixels + noise, x̂ from elsewhere: ‖Fx − z'‖²/D + ρ‖x − x̂‖²/d has its minimum at
+    x̂ + Fᵀ(z' − Fx̂) / (FFᵀ + ρD/d), FFᵀ = 1/4, D/d = 1/4. It lies nearer to x than x̂ does."""
+    monkeypatch.setattr(attack, "WHITEBOX_TV", 0.0)
+    monkeypatch.setattr(attack, "WHITEBOX_TV_NOISE", 0.0)
+    torch.manual_seed(0)
+
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            return self.scale * F.avg_pool2d(x, 2)
+
+    victim = attack.Victim(Half(), sigma)
+    part = Images(torch.randint(60, 196, (4, 3, 16, 16), dtype=torch.uint8), torch.zeros(4, dtype=torch.int64))
+    x = part.float()
+    guess = (x + 0.05 * torch.randn_like(x)).clamp(0.1, 0.9)
+    error = mse(guess, x).item()
+    sent = victim.send(victim.features(part.x))
+    images = attack.AttackImages(part, part, {"test": part})
+    reconstruct, _ = attack.whitebox_attack(victim, images, SimpleNamespace(whitebox_steps=400), lambda done: None,
+                                            {"decoder": (lambda sent: guess, {"stop_mse": error})})
+    rho = attack.WHITEBOX_NEAR + 4 * sigma ** 2 / error
+    upsampled = F.interpolate(sent - F.avg_pool2d(guess, 2), scale_factor=2) / 4  # Fᵀ of the residual
+    best = guess + upsampled / (1 / 4 + rho / 4)
+    found = reconstruct(sent)
+    assert torch.allclose(found, best, atol=2e-3) and mse(found, x) < 0.97 * error
