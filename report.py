@@ -153,6 +153,8 @@ def print_report(results, folder):
     print(f"{'leakage, at most':22}" + (f"{leak['bits']:8.1f} bits (± {leak['stderr']:.1f})" if leak["bits"] is not None else "unbounded (no noise)"))
     if cel["active_share"] is not None:
         print(f"{'surrogate':22}active on {100 * cel['active_share']:.0f} % of its steps, gradient ratio {cel['grad_ratio']:.3f}")
+    encoder = results["encoder"]
+    print(f"{'encoder':22}{encoder['flops'] / 1e6:8.2f} MFLOP and {encoder['latency_ms']:.2f} ms an image, {encoder['params']:,} parameters")
     print(f"{'time':22}{results['seconds']['train']:.0f} s training, {results['seconds']['attack']:.0f} s attack\n-> {folder}/")
 
 

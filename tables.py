@@ -146,9 +146,10 @@ def summary_table(groups):
                      *([mean_std([strongest_mse(r) for r in found if len(r["attacks"]) > 1], digits=4)] if several else []),
                      mean_std([r["attacks"]["decoder"]["test"]["ssim"] for r in found], digits=3),
                      mean_std([r["leakage"]["bits"] for r in found], digits=0), mean_std([c["active_share"] for c in cel]),
-                     mean_std([c["grad_ratio"] for c in cel], digits=3), str(len(found))])
+                     mean_std([c["grad_ratio"] for c in cel], digits=3), f"{statistics.fmean(r['encoder']['flops'] for r in found) / 1e6:.2f}",
+                     str(len(found))])
     return markdown(["method", "accuracy %", "decoder MSE (test)", "×", *(["strongest MSE"] if several else []), "SSIM", "leakage, bits ≤", "active",
-                     "gradient ratio", "n"], rows)
+                     "gradient ratio", "encoder MFLOP", "n"], rows)
 
 
 def gain_table(found):
