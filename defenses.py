@@ -224,7 +224,7 @@ class DistCorr(Defense):
 
 
 class NoiseARL(Defense):
-    name, default = "noise_arl", 3.0
+    name, default = "noise_arl", 1.0
 
     def __init__(self, strength, seed, shape, image_size, reference_flops):
         super().__init__(strength, seed, shape, image_size, reference_flops)
