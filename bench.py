@@ -42,8 +42,12 @@ def shapes_cells():
 
 
 def defense_cells():
-    """Every baseline alone on `shapes`, at its default strength."""
-    return {f"{name}-seed{seed}": f"--defense {name} --seed {seed}" for seed in SEEDS for name in BASELINES}
+    """Every baseline alone on `shapes`, at its default strength, and none."""
+    grid = {}
+    for seed in SEEDS:
+        grid[f"none-seed{seed}"] = f"--surrogate none --seed {seed}"
+        grid |= {f"{name}-seed{seed}": f"--defense {name} --seed {seed}" for name in BASELINES}
+    return grid
 
 
 def audit_cells():

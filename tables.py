@@ -135,7 +135,8 @@ def strongest_mse(r):
 
 
 def summary_table(groups):
-    """From {label: [results]}; the first group is what the MSE is compared with."""
+    """From {label: [results]}; the MSE is compared with that of `none`, or of the first group."""
+    groups = {label: groups[label] for label in sorted(groups, key=lambda label: label != "none")}
     base, rows = None, []
     several = any(len(r["attacks"]) > 1 for found in groups.values() for r in found)
     for label, found in groups.items():
@@ -251,9 +252,8 @@ def report(results=RESULTS, readme_path=ROOT / "README.md"):
     if by_method:
         draw_curves(by_method, results / "curves.png")
     compared = lambda found: points_table(found, by_method.get("none", {}))
-    for name, table in (("defenses", lambda found: summary_table({s: shapes[s] for s in ("none",) if s in shapes} | by_setting(found))),
-                        ("datasets", lambda found: summary_table(by_setting(found))), ("audit", audit_table), ("strength", strength_table),
-                        ("cpu", gain_table), ("baselines", compared), ("ablations", compared)):
+    for name, table in (("defenses", lambda found: summary_table(by_setting(found))), ("datasets", lambda found: summary_table(by_setting(found))),
+                        ("audit", audit_table), ("strength", strength_table), ("cpu", gain_table), ("baselines", compared), ("ablations", compared)):
         found = load_cells(name, results)
         if found:
             readme = fill(readme, name, table(found))
