@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from attack import Decoder
+from decoder import Decoder
 from metrics import ssim
 from parallel import average_gradients
 from report import UserError

@@ -28,10 +28,10 @@ from torch import nn
 import data
 import train
 from cluster_cel import ClusterCEL
-from options import parse
+from options import DEFAULTS, parse
 from report import UserError, write
 
-SURROGATES = ("gmm", "cluster", "gated", "slot")
+SURROGATES = tuple(name for name in DEFAULTS if name != "none")
 # Sizes of `bench.py speed`; the tests pass smaller ones.
 FULL = dict(batch=128, large_batch=256, steps=4, turns=9, flags=(), images=6000, many_classes=(100, 200), dim=512, calls=61,
             kmeans=(50_000, 512, 10, 5, 20), memory=(50_000, 512, 10), pictures=10_000)

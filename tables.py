@@ -18,14 +18,15 @@ import statistics
 from pathlib import Path
 
 import speed
+from attack import ATTACKS
+from options import DEFAULTS
 from report import LABEL_WIDTH, UserError, write, write_atomic
 
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results"
 STUDENT_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 GRID_POINTS = 200
-SURROGATES = ("none", "gmm", "cluster", "gated", "slot")
-ATTACKERS = ("decoder", "gan", "whitebox")
+SURROGATES, ATTACKERS = tuple(DEFAULTS), tuple(ATTACKS)
 
 
 def finished(path, command=None):

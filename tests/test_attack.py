@@ -10,8 +10,9 @@ from torch import nn
 
 import attack
 import data
-from attack import AttackImages, Decoder, Victim, attacker_images, fit_decoder, row_hashes, strongest
+from attack import AttackImages, Victim, attacker_images, row_hashes, strongest
 from data import Images, Splits
+from decoder import Decoder, Residual, fit_decoder
 from metrics import metrics, mse, psnr, ssim
 from report import UserError
 from split_net import SplitNet
@@ -180,7 +181,7 @@ def test_decoder_reaches_the_image_with_all_its_blocks(shape, size, blocks):
     decoder = Decoder(shape, size, blocks, 4)
     assert decoder(torch.randn(1, *shape)).shape == (1, 3, size, size)
     doublings = (size // shape[1]).bit_length() - 1  # each but the last is followed by one more block
-    assert sum(isinstance(m, attack.Residual) for m in decoder.modules()) == blocks + max(0, doublings - 1)
+    assert sum(isinstance(m, Residual) for m in decoder.modules()) == blocks + max(0, doublings - 1)
 
 
 @pytest.mark.parametrize("side, size, advice", [(8, 36, 32), (8, 33, 32), (9, 40, 36)])
@@ -191,7 +192,7 @@ def test_decoder_says_which_size_it_can_reach(side, size, advice):
 
 
 def test_residual_adds_its_body():
-    block = attack.Residual(3).eval()
+    block = Residual(3).eval()
     x = torch.randn(1, 3, 5, 5)
     assert torch.allclose(block(x), torch.relu(x + block.body(x))) and not torch.allclose(block(x), torch.relu(x))
     nn.init.zeros_(block.body[-1].weight), nn.init.zeros_(block.body[-1].bias)
