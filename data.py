@@ -113,6 +113,7 @@ def load(name="shapes", data_dir="data", image_size=None, seed=0, val_share=0.1,
     else:
         folder = Path(data_dir) / NAMED_FOLDERS[name] if name in NAMED_FOLDERS else Path(name)
         train, test, classes = load_folder(folder, image_size, data_dir)
+        test = test[dealt(test.y)]
     if len(classes) < 2:
         raise UserError(f"--dataset {name}: found {len(classes)} class; a classifier needs at least 2 class folders.")
     if train_size and train_size < len(classes):
@@ -126,6 +127,15 @@ def load(name="shapes", data_dir="data", image_size=None, seed=0, val_share=0.1,
         raise UserError(f"--dataset {name}: {len(order)} training images are too few to carve a validation set from; "
                         "add images, raise --train-size, or change --val-share or --aux-share.")
     return Splits(train[rest.sort().values], train[val.sort().values], test, train[aux.sort().values], classes)
+
+
+def dealt(y):
+    """Order that takes an image of every class in turn: the first of a folder's test images, which are shown, are then not all of one class."""
+    order = y.argsort(stable=True)
+    first = y.bincount().cumsum(0) - y.bincount()  # [C] where a class begins in that order
+    turn = torch.empty_like(y)
+    turn[order] = torch.arange(len(y)) - first[y[order]]
+    return (turn * (y.max() + 1) + y).argsort()
 
 
 def draw_shapes(n, seed=0, size=shapes.SIZE):

@@ -631,3 +631,9 @@ def test_cache_names_do_not_depend_on_how_the_folder_is_written(tmp_path, monkey
     paths = [data.cache_paths(Path(p), 32, "d")[1] for p in ("f", "./f", str(tmp_path / "f"))]
     assert len(set(paths)) == 1
     assert hashlib.sha256(str((tmp_path / "f").resolve()).encode()).hexdigest()[:12] in paths[0].name
+
+
+def test_a_folders_test_images_are_dealt_class_by_class():
+    y = torch.tensor([0, 0, 0, 2, 2, 1, 0])
+    turns = sorted(range(len(y)), key=lambda i: (sum(y[j] == y[i] for j in range(i)).item() if i else 0, y[i].item()))  # literal
+    assert data.dealt(y).tolist() == turns == [0, 5, 3, 1, 4, 2, 6]
