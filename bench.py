@@ -64,43 +64,52 @@ def strength_cells():
     return {f"bottleneck{b}-seed0": f"{flags} --bottleneck {b}" for b in (0, 8)}
 
 
-CPU = "--dataset DATA/cifar10 --train-size 10000 --epochs 8 --attack-epochs 6"
-CPU_SIGMAS = (0.1, 0.2, 0.3, 0.5, 0.8)  # noise alone
-CPU_LAMBDAS = {"gmm": (0.003, 0.01, 0.03, 0.1), "cluster": (1, 3, 10, 30), "gated": (10, 30, 100, 300), "slot": (16, 48, 150, 500)}
+CPU = "--dataset DATA/cifar10 --train-size 10000 --epochs 8 --attack-epochs 4"
+ALL_ATTACKERS = "--attack decoder,gan,whitebox --whitebox-images 32"
+CPU_SIGMAS = (0.1, 0.15, 0.2, 0.3, 0.5)  # noise alone
+CPU_LAMBDAS = {"gmm": (0.0004, 0.0008, 0.0016, 0.0032), "cluster": (0.1, 0.2, 0.4, 0.8), "gated": (1, 2, 4, 8), "slot": (1.5, 3, 6, 12)}
+IN_TABLE = {"none": (0.1, 0.2), "gmm": (0.0008,), "cluster": (0.2,), "gated": (2,), "slot": (3,)}  # met by all attackers
 
 
 def cpu_cells():
     """CIFAR-10, 10,000 images, a narrow network: noise alone over σ, each surrogate over λ at σ = 0.1."""
     grid = {}
     for seed in SEEDS:
-        for sigma in CPU_SIGMAS:
-            grid[f"none-sigma{sigma}-seed{seed}"] = f"{CPU} --sigma {sigma} --seed {seed}"
-        for s, lambdas in CPU_LAMBDAS.items():
-            for lambd in lambdas:
-                grid[f"{s}-lambda{lambd}-seed{seed}"] = f"{CPU} --surrogate {s} --lambd {lambd} --seed {seed}"
+        for s, values in {"none": CPU_SIGMAS, **CPU_LAMBDAS}.items():
+            for v in values:
+                own = f"--sigma {v}" if s == "none" else f"--surrogate {s} --lambd {v}"
+                grid[f"{s}-{'sigma' if s == 'none' else 'lambda'}{v}-seed{seed}"] = \
+                    f"{CPU} {own} --seed {seed}" + (f" {ALL_ATTACKERS}" if v in IN_TABLE[s] else "")
     return grid
 
 
 def baseline_cells():
     """CIFAR-10: every baseline alone and with a surrogate plugged in."""
-    return {f"{name}{plus}-seed{seed}": f"{CPU} --defense {name} --surrogate {s} --seed {seed}"
+    return {f"{name}{plus}-seed{seed}": f"{CPU} --defense {name} --surrogate {s} --seed {seed} {ALL_ATTACKERS}"
             for seed in SEEDS for name in BASELINES for plus, s in (("", "none"), (f"+{PLUGGED_IN}", PLUGGED_IN))}
 
 
+ABLATIONS = {"cluster": ["variance=trace", "form=lin,lambd=8", "floor=0.001", "floor=0.05", "var-threshold=0.03", "var-threshold=2", "clusters=1", "clusters=8",
+                         "eta-ref=0.001,lambd=3", "warmup=4", "batch-size=32"],
+             "gmm": ["clusters=1", "clusters=8", "covariance=full"],
+             "gated": ["variance=trace", "attention=joint", "attention=detached", "attention=adversarial", "measure-on=layernorm", "batch-size=32",
+                       "batch-size=512", "warmup=4"],
+             "slot": ["slots=2", "slots=16", "attention=joint", "attention=detached", "attention=adversarial", "measure-on=layernorm", "batch-size=32",
+                      "batch-size=512", "warmup=4", *(f"off={gate}" for gate in GATES)]}
+DEPTH_SIGMAS = {1: (0.1, 0.2, 0.3), 3: (0.1, 0.2, 0.3)}  # noise alone behind another cut
+
+
 def ablation_cells():
-    """CIFAR-10, one thing changed at a time: what the documents leave open. A cell is KNOB=VALUE under its surrogate's name."""
-    changes = {"cluster": ["variance=trace", "form=lin", "floor=0.001", "floor=0.03", "var-threshold=0.03", "var-threshold=0.5", "clusters=1", "clusters=8",
-                           "eta-ref=0,lambd=0.1", "warmup=4", "batch-size=32"],
-               "gmm": ["clusters=1", "clusters=8", "covariance=full"],
-               "gated": ["variance=trace", "attention=joint", "attention=detached", "attention=adversarial", "measure-on=layernorm", "batch-size=32",
-                         "batch-size=512", "warmup=4"],
-               "slot": ["slots=2", "slots=16", "attention=joint", "attention=detached", "attention=adversarial", "measure-on=layernorm", "batch-size=32",
-                        "batch-size=512", *(f"off={gate}" for gate in GATES)]}
-    grid = {f"{s}-{change}-seed0": f"{CPU} --surrogate {s} " + " ".join(f"--{c.replace('=', ' ')}" for c in change.split(","))
-            for s, found in changes.items() for change in found}
-    depth = {f"{s}-cut={cut}{f',sigma={sigma}' if s == 'none' else ''}-seed0": f"{CPU} --cut {cut} --surrogate {s} --sigma {sigma}"
-             for cut in (1, 3) for s, sigma in (("none", 0.1), ("none", 0.3), ("none", 0.5), ("cluster", 0.1))}
-    return {**grid, **depth}
+    """CIFAR-10, one thing changed at a time (and λ where its scale changes with it). A cell is KNOB=VALUE under its surrogate's name."""
+    grid = {}
+    for seed in SEEDS:
+        for s, found in ABLATIONS.items():
+            grid |= {f"{s}-{change}-seed{seed}": f"{CPU} --surrogate {s} " + " ".join(f"--{c.replace('=', ' ')}" for c in change.split(",")) + f" --seed {seed}"
+                     for change in found}
+        for cut, sigmas in DEPTH_SIGMAS.items():
+            grid |= {f"none-cut={cut},sigma={sigma}-seed{seed}": f"{CPU} --cut {cut} --sigma {sigma} --seed {seed}" for sigma in sigmas}
+            grid[f"cluster-cut={cut}-seed{seed}"] = f"{CPU} --cut {cut} --surrogate cluster --seed {seed}"
+    return grid
 
 
 def dataset_cells():

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from attack import ATTACKS
-from cem import ETA_REF
 from defenses import extra_cut
 from report import UserError
 from split_net import MIN_IMAGE_SIZE, UNITS
@@ -21,7 +20,7 @@ GATES = ("cross_attention", "per_dim_gate", "snr_gate", "slot_mass", "class_gate
 REFRESHED = ("gmm", "cluster")  # silent until their statistics were fitted at the end of the first epoch
 SHORT_RUN = 0.2  # of the epochs: the longest warm-up; of the steps behind it: the longest delay of a surrogate
 # Chosen on validation images (README, "How the defaults were chosen"): λ, γ, warm-up epochs.
-DEFAULTS = {"none": (0.0, 1.0, 0), "gmm": (0.01, 1.0, 1), "cluster": (3.0, 1.0, 1), "gated": (30.0, 0.1, 5), "slot": (48.0, 0.25, 3)}
+DEFAULTS = {"none": (0.0, 1.0, 0), "gmm": (0.0008, 1.0, 1), "cluster": (0.2, 1.0, 1), "gated": (2.0, 0.1, 5), "slot": (3.0, 0.25, 3)}
 
 
 # flags that only some surrogates take
@@ -70,7 +69,7 @@ def parse(argv=None):
     g.add_argument("--scale", type=float, help="γ, the loss scale (default: the surrogate's own)")
     g.add_argument("--warmup", type=int, help="epochs without the surrogate (default: its own, at most a fifth of --epochs)")
     g.add_argument("--ramp", type=int, default=2, help="epochs over which γ rises behind the warm-up")
-    g.add_argument("--eta-ref", type=float, default=ETA_REF, help="r(η) = min(1, this/η) holds λ back at high learning rates; 0: off")
+    g.add_argument("--eta-ref", type=float, default=0.0, help="r(η) = min(1, this/η) holds λ back at high learning rates; 0: off, the documents' is 1e-3")
     g.add_argument("--clip", type=float, default=0.0, help="longest ‖∂L_CEL/∂z‖ of a step; 0: no limit")
     g.add_argument("--stash", default="cut", choices=("cut", "params"), help="where the two gradients meet; the same step, cut is faster")
     g.add_argument("--var-threshold", type=float, default=0.125, help="τ = this·σ² per dimension: spread below it is not penalised")

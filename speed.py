@@ -32,6 +32,7 @@ from options import DEFAULTS, parse
 from report import UserError, write
 
 SURROGATES = tuple(name for name in DEFAULTS if name != "none")
+STEP = "training step with {} / without"
 # Sizes of `bench.py speed`; the tests pass smaller ones.
 FULL = dict(batch=128, large_batch=256, steps=4, turns=9, flags=(), images=6000, many_classes=(100, 200), dim=512, calls=61,
             kmeans=(50_000, 512, 10, 5, 20), memory=(50_000, 512, 10), pictures=10_000)
@@ -97,7 +98,7 @@ def setting(size, batch, classes):
 def step_rows(size):
     targets = {"gmm": 1.05, "cluster": 1.05, "gated": 1.10, "slot": 1.25}
     seconds = time_steps(size, size["batch"], 10, {"none": [], **{s: ["--surrogate", s] for s in SURROGATES}})
-    return [row(f"training step with {s} / without", setting(size, size["batch"], 10), targets[s], seconds, s, "none") for s in SURROGATES]
+    return [row(STEP.format(s), setting(size, size["batch"], 10), targets[s], seconds, s, "none") for s in SURROGATES]
 
 
 def class_rows(size):
@@ -305,6 +306,12 @@ def load(results):
     except (OSError, ValueError):
         return None
     return measured if "parts" in measured else None
+
+
+def step_cost(measured):
+    """{surrogate: time of a training step with it / without}"""
+    rows = (measured or {"parts": {}})["parts"].get("step", [])
+    return {name: row["ratio"] for name in SURROGATES for row in rows if row["what"] == STEP.format(name)}
 
 
 def run(results, only="", size=FULL):

@@ -27,6 +27,10 @@ RESULTS = ROOT / "results"
 STUDENT_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 GRID_POINTS = 200
 SURROGATES, ATTACKERS = tuple(DEFAULTS), tuple(ATTACKS)
+COMPARED = ("none", "gmm", "cluster")  # what a curve is compared with
+POINT_HEADER = ["accuracy %", "decoder MSE (test)", "gain over noise alone", "leakage, bits ≤", "n"]
+TOPICS = {"form": ("variance", "form", "floor", "var-threshold", "covariance"), "clusters": ("clusters",), "schedule": ("eta-ref", "warmup"),
+          "batch": ("batch-size",), "attention": ("attention", "measure-on"), "slots": ("slots",), "gates": ("off",), "depth": ("cut",)}  # of the ablations
 
 
 def finished(path, command=None):
@@ -154,14 +158,38 @@ def summary_table(groups):
                      "gradient ratio", "encoder MFLOP", "n"], rows)
 
 
+def results_table(found, step_cost):
+    """The settings that several attackers were tried on; the gain is at each one's own accuracy. `step_cost`: {surrogate: ratio}."""
+    noise, rows = curves(found).get("none", {}), []
+    for label, results in by_setting(found).items():
+        if len(results[0]["attacks"]) > 1:
+            method, setting = label.split("-", 1)
+            own = {r["config"]["seed"]: [point(r)] for r in results}
+            rows.append((SURROGATES.index(method), [
+                method, setting, mean_std([r["accuracy"] for r in results], 100, 1), mean_std([point(r)[1] for r in results], digits=4),
+                f"{mean_std([strongest_mse(r) for r in results], digits=4)} ({', '.join(sorted({r['strongest']['test'] for r in results}))})",
+                mean_std([r["attacks"]["decoder"]["test"]["ssim"] for r in results], digits=3), mean_std([r["leakage"]["bits"] for r in results], digits=0),
+                "1" if method == "none" else f"{step_cost[method]:.2f}" if method in step_cost else "–",
+                "1" if method == "none" else show_gain(*gain_interval(own, noise)), str(len(results))]))
+    return markdown(["method", "setting", "accuracy %", "decoder MSE (test)", "strongest MSE (its images)", "SSIM", "leakage, bits ≤", "cost of a step",
+                     "gain over noise alone (95 %)", "n"], [row for _, row in sorted(rows)])
+
+
+def whole_curves(by_seed):
+    """The seeds that ran every setting."""
+    most = max(map(len, by_seed.values()))
+    return {seed: points for seed, points in by_seed.items() if len(points) == most}
+
+
 def gain_table(found):
-    """Every method's points, and its gain at equal accuracy over noise alone."""
-    by_method, rows = curves(found), []
+    """Every method's curve, and its gain at equal accuracy over noise alone and over the statistical surrogates."""
+    by_method = {method: whole_curves(seeds) for method, seeds in curves(found).items()}
+    rows = []
     for method in [s for s in SURROGATES if s in by_method]:
         seeds = by_method[method]
-        mean, low, high, n = gain_interval(seeds, by_method.get("none", {}))
-        rows.append([method, ", ".join(f"{100 * a:.1f}: {m:.4f}" for a, m in front(seeds[min(seeds)])), show_gain(mean, low, high, n), str(n)])
-    return markdown(["method", "points (accuracy %: MSE), first seed", "gain over noise alone (95 % interval)", "seeds"], rows)
+        over = [show_gain(*gain_interval(seeds, by_method.get(other, {}))) if other != method else "1" for other in COMPARED]
+        rows.append([method, ", ".join(f"{100 * a:.1f}: {m:.4f}" for a, m in front(seeds[min(seeds)])), *over, str(len(seeds))])
+    return markdown(["method", "front (accuracy %: MSE), first seed", *(f"gain over {'noise alone' if c == 'none' else c}" for c in COMPARED), "seeds"], rows)
 
 
 def audit_table(found):
@@ -176,14 +204,39 @@ def audit_table(found):
         f"\n\nRank correlation (Spearman) of the bits with the strongest attacker's MSE over these {len(rows)} settings: {correlation}."
 
 
+def point_columns(results, noise):
+    """The columns of POINT_HEADER: a setting's point, and its gain over noise alone at its own accuracy (`noise`: {seed: points})."""
+    return [mean_std([r["accuracy"] for r in results], 100, 1), mean_std([point(r)[1] for r in results], digits=4),
+            show_gain(*gain_interval({r["config"]["seed"]: [point(r)] for r in results}, noise)),
+            mean_std([r["leakage"]["bits"] for r in results], digits=0), str(len(results))]
+
+
 def points_table(found, noise):
-    """One row a setting: its point, and its gain over noise alone at its own accuracy (`noise`: {seed: points})."""
-    rows = []
-    for label, results in by_setting(found).items():
-        rows.append([label, mean_std([r["accuracy"] for r in results], 100, 1), mean_std([point(r)[1] for r in results], digits=4),
-                     show_gain(*gain_interval({r["config"]["seed"]: [point(r)] for r in results}, noise)),
-                     mean_std([r["leakage"]["bits"] for r in results], digits=0), str(len(results))])
-    return markdown(["setting", "accuracy %", "decoder MSE (test)", "gain over noise alone", "leakage, bits ≤", "n"], rows)
+    """One row a setting, and what the strongest attacker made of it."""
+    rows = [[label, mean_std([strongest_mse(r) for r in results], digits=4), *point_columns(results, noise)]
+            for label, results in by_setting(found).items()]
+    return markdown(["setting", "strongest MSE (its images)", *POINT_HEADER], rows)
+
+
+def ablation_tables(found, reference):
+    """-> {topic: table}; every changed setting below the unchanged one (from `reference`, the cells of the curves).
+
+    The gain of a cell behind another cut is over noise alone behind that cut."""
+    groups, by_topic = by_setting(found), {}
+    unchanged = {label.split("-")[0]: results for label, results in by_setting(reference).items() if len(results[0]["attacks"]) > 1}
+    for topic, knobs in TOPICS.items():
+        rows = []
+        for method in SURROGATES[1:]:
+            changed = {label.split("-", 1)[1]: r for label, r in groups.items() if re.match(f"{method}-({'|'.join(knobs)})=", label)}
+            if changed and method in unchanged:
+                rows.append([method, "nothing", *point_columns(unchanged[method][:1], curves(reference).get("none", {}))])
+            for change, results in changed.items():
+                cut = re.search(r"cut=\d+", change)
+                noise = {name: r for name, r in found.items() if name.startswith(f"none-{cut[0]},")} if cut else reference
+                rows.append([method, change, *point_columns(results, curves(noise).get("none", {}))])
+        if rows:
+            by_topic[topic] = markdown(["surrogate", "changed", *POINT_HEADER], rows)
+    return by_topic
 
 
 def strength_table(found):
@@ -249,16 +302,24 @@ def report(results=RESULTS, readme_path=ROOT / "README.md"):
         readme = fill(readme, "shapes", summary_table(groups))
         pictures = {s: results / "shapes" / f"{s}-seed0.png" for s in groups if (results / "shapes" / f"{s}-seed0.png").exists()}
         stack_rows(pictures, results / "first-screen.png")
-    by_method = curves(load_cells("cpu", results))
-    if by_method:
-        draw_curves(by_method, results / "curves.png")
-    compared = lambda found: points_table(found, by_method.get("none", {}))
-    for name, table in (("defenses", lambda found: summary_table(by_setting(found))), ("datasets", lambda found: summary_table(by_setting(found))),
-                        ("audit", audit_table), ("strength", strength_table), ("cpu", gain_table), ("baselines", compared), ("ablations", compared)):
-        found = load_cells(name, results)
-        if found:
-            readme = fill(readme, name, table(found))
     measured = speed.load(results)
     if measured:
         readme = fill(readme, "speed", speed.table(measured))
+    cifar = load_cells("cpu", results)
+    if cifar:
+        readme = fill(readme, "cpu", results_table(cifar, speed.step_cost(measured)))
+        readme = fill(readme, "gain", gain_table(cifar))
+        draw_curves(curves(cifar), results / "curves.png")
+        shown = {name.removesuffix("-seed0"): results / "cpu" / f"{name}.png" for name, r in cifar.items() if name.endswith("-seed0") and len(r["attacks"]) > 1}
+        shown = dict(sorted(shown.items(), key=lambda item: SURROGATES.index(item[0].split("-")[0])))
+        if shown:
+            stack_rows(shown, results / "cifar.png")
+    for topic, table in ablation_tables(load_cells("ablations", results), cifar).items():
+        readme = fill(readme, topic, table)
+    compared = lambda found: points_table(found, curves(cifar).get("none", {}))
+    for name, table in (("defenses", lambda found: summary_table(by_setting(found))), ("datasets", lambda found: summary_table(by_setting(found))),
+                        ("audit", audit_table), ("strength", strength_table), ("baselines", compared)):
+        found = load_cells(name, results)
+        if found:
+            readme = fill(readme, name, table(found))
     write(readme_path, readme)

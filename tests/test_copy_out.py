@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SECTION = re.search(r"## Copy a surrogate.*?(?=\n## )", (ROOT / "README.md").read_text(encoding="utf-8"), re.S).group()
 LOOP = re.search(r"```python\n(.*?)```", SECTION, re.S).group(1)
-ROWS = re.findall(r"^\| (\w+_cel)\.py \| `((\w+)\(.*\))`.* \| ([\d.]+) \|$", SECTION, re.M)  # file, constructor, class, λ
+ROWS = re.findall(r"^\| (\w+_cel)\.py \| `((\w+)\(.*\))`.* \| ([\d.]+(?: / D)?) \|$", SECTION, re.M)  # file, constructor, class, λ
 TERM = " + lambd * cel(z, y)"
 FILES = sorted(path.stem for path in ROOT.glob("*_cel.py"))
 
@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
-classes, D, sigma, epochs, lambd = 3, 16, 0.1, 20, {lambd}
+classes, D, sigma, epochs = 3, 16, 0.1, 20
+lambd = {lambd}
 y = torch.arange(600) % classes
 x = 3 * torch.eye(classes, 12)[y] + torch.randn(600, 12)
 loader = DataLoader(TensorDataset(x, y), batch_size=50, shuffle=True)
