@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+import statistics
 import sys
 import types
 
@@ -148,18 +149,65 @@ def test_strength_table_has_a_row_an_attacker():
     assert text.splitlines()[2:] == ["| x | decoder | 1.0040 | 0.0040 | 0.004 | 0.500 | 64 |", "| x | whitebox | 1.0010 | 0.0010 | 0.001 | 0.500 | 64 |"]
 
 
-def run_at(seed, accuracy, mse, bits=50):
-    return {"config": {"seed": seed}, "accuracy": accuracy, "attacks": {"decoder": {"test": {"mse": mse, "ssim": 0.5}}}, "leakage": {"bits": bits}}
+def run_at(seed, accuracy, mse, bits=50, common=None):
+    """A cell; with `common`, one whose strongest of two attackers is the gan, at that error."""
+    r = {"config": {"seed": seed}, "accuracy": accuracy, "attacks": {"decoder": {"test": {"mse": mse, "mse_common": mse, "ssim": 0.5}}},
+         "leakage": {"bits": bits}, "strongest": {"test": "decoder"}}
+    if common is not None:
+        r["attacks"]["gan"], r["strongest"] = {"test": {"mse": 9.0, "mse_common": common, "ssim": 0.4}}, {"test": "gan"}
+    return r
+
+
+def rows_of(table):
+    return [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+
+
+NOISE = {f"none-sigma{v}-seed{seed}": run_at(seed, accuracy, mse) for seed in (0, 1) for v, accuracy, mse in ((1, 0.6, 0.01), (2, 0.5, 0.04))}  # 0.02 at 0.55
 
 
 def test_points_table_measures_each_point_against_noise_at_its_own_accuracy():
-    noise = {seed: [(0.5, 0.04), (0.6, 0.01)] for seed in (0, 1)}  # at 0.55 it is 0.02
-    found = {"cluster-K=1-seed0": run_at(0, 0.55, 0.03), "slot-off=a,b-seed0": run_at(0, 0.6, 0.01), "slot-off=a,b-seed1": run_at(1, 0.6, 0.02),
+    found = {"cluster-K=1-seed0": run_at(0, 0.55, 0.03, common=0.025), "slot-off=a,b-seed0": run_at(0, 0.6, 0.01), "slot-off=a,b-seed1": run_at(1, 0.6, 0.02),
              "gated-x=1-seed0": run_at(0, 0.7, 0.01)}
-    rows = [line.strip("| ").split(" | ") for line in tables.points_table(found, noise).splitlines()[2:]]
-    assert rows[0] == ["cluster-K=1", "55.0", "0.0300", "1.50", "50", "1"]
-    assert rows[1][0] == "slot-off=a,b" and rows[1][3].startswith("1.50 (") and rows[1][5] == "2"
-    assert rows[2][3] == "–"  # noise alone does not reach its accuracy
+    rows = rows_of(tables.points_table(found, tables.curves(NOISE)["none"]))
+    assert rows[0] == ["cluster-K=1", "0.0250", "55.0", "0.0300", "1.50", "50", "1"]
+    assert rows[1][0] == "slot-off=a,b" and rows[1][4].startswith("1.50 (") and rows[1][6] == "2"
+    assert rows[2][4] == "–"  # noise alone does not reach its accuracy
+
+
+def test_results_table_shows_what_several_attackers_met():
+    found = {**NOISE, "none-sigma2-seed0": run_at(0, 0.5, 0.04, common=0.035), "gated-lambda3-seed0": run_at(0, 0.55, 0.024, common=0.02),
+             "gated-lambda3-seed1": run_at(1, 0.55, 0.028, common=0.03), "gated-lambda9-seed0": run_at(0, 0.5, 0.05)}
+    del found["none-sigma2-seed1"]
+    found["none-sigma3-seed1"] = run_at(1, 0.5, 0.04)
+    rows = rows_of(tables.results_table(found, {"gated": 1.234}))
+    assert rows[0] == ["none", "sigma2", "50.0", "0.0400", "0.0350 (gan)", "0.500", "50", "1", "1", "1"]
+    assert rows[1][:5] == ["gated", "lambda3", "55.0 ± 0.0", "0.0260 ± 0.0028", "0.0250 ± 0.0071 (gan)"]
+    half = 12.706 * statistics.stdev([1.2, 1.4]) / math.sqrt(2)
+    assert rows[1][7:] == ["1.23", f"1.30 ({1.3 - half:.2f} to {1.3 + half:.2f})", "2"] and len(rows) == 2
+
+
+def test_gain_table_compares_whole_curves():
+    found = {**NOISE, "cluster-lambda1-seed0": run_at(0, 0.6, 0.013), "cluster-lambda2-seed0": run_at(0, 0.5, 0.052), "cluster-lambda1-seed1": run_at(1, 0.55, 9.0),
+             "gated-lambda1-seed0": run_at(0, 0.6, 0.026), "gated-lambda2-seed0": run_at(0, 0.5, 0.104)}
+    rows = rows_of(tables.gain_table(found))
+    assert rows[1] == ["cluster", "50.0: 0.0520, 60.0: 0.0130", "1.30", "–", "1", "1"]  # seed 1 did not run both settings
+    assert rows[2][2:] == ["2.60", "–", "2.00", "1"]
+
+
+def test_ablations_stand_below_the_unchanged_setting_and_beside_noise_behind_the_same_cut():
+    reference = {**NOISE, "cluster-lambda2-seed0": run_at(0, 0.55, 0.03, common=0.03), "cluster-lambda3-seed0": run_at(0, 0.5, 1.0)}
+    found = {"cluster-clusters=8-seed0": run_at(0, 0.55, 0.024), "cluster-form=lin,lambd=8-seed0": run_at(0, 0.55, 0.02), "cluster-cut=3-seed0": run_at(0, 0.55, 0.03),
+             "none-cut=3,sigma=0.1-seed0": run_at(0, 0.6, 0.005), "none-cut=3,sigma=0.2-seed0": run_at(0, 0.5, 0.02), "none-cut=1,sigma=0.2-seed0": run_at(0, 0.5, 9.0)}
+    by_topic = {topic: rows_of(table) for topic, table in tables.ablation_tables(found, reference).items()}
+    assert list(by_topic) == ["form", "clusters", "depth"]
+    assert [row[:2] + [row[4]] for row in by_topic["form"]] == [["cluster", "nothing", "1.50"], ["cluster", "form=lin,lambd=8", "1.00"]]
+    assert by_topic["clusters"][1][4] == "1.20" and by_topic["depth"][1][:2] + [by_topic["depth"][1][4]] == ["cluster", "cut=3", "3.00"]
+
+
+def test_every_ablation_has_a_topic():
+    knobs = [knob for topic in tables.TOPICS.values() for knob in topic]
+    for name, _ in bench.cells("ablations"):
+        assert name.split("-", 1)[1].split("=")[0] in knobs, name
 
 
 def test_curves_are_drawn_or_it_is_said_why_not(tmp_path, capsys, monkeypatch):
@@ -177,16 +225,19 @@ def test_curves_are_drawn_or_it_is_said_why_not(tmp_path, capsys, monkeypatch):
 def test_report_has_a_table_for_every_grid_that_is_run(tmp_path):
     """One cell in each: every table is filled, and nothing else of the page changes."""
     ran = [name for name in bench.PRESETS if name != "paper"]
-    whole = {**run_at(0, 0.5, 0.02), "cel": {"active_share": None, "grad_ratio": None}, "encoder": {"flops": 1e6}, "strongest": {"test": "decoder"}}
+    whole = {**run_at(0, 0.5, 0.02, common=0.01), "cel": {"active_share": None, "grad_ratio": None}, "encoder": {"flops": 1e6}}
     whole["leakage"]["stderr"] = 1.0
-    whole["attacks"]["decoder"]["test"] |= {"mse_common": 0.02, "nmse": 0.1, "images": 64}
+    for measured in whole["attacks"].values():
+        measured["test"] |= {"nmse": 0.1, "images": 64}
+    from PIL import Image
     for preset in ran:
         (tmp_path / preset).mkdir()
         name, _ = bench.cells(preset)[0]
         (tmp_path / preset / f"{name}.json").write_text(json.dumps(whole))
+        Image.new("RGB", (70 + 10 * 8, 16)).save(tmp_path / preset / f"{name}.png")
+    filled = [name for name in ran if name != "ablations"] + ["gain", "form"]
     readme = tmp_path / "README.md"
-    readme.write_text("".join(f"{name}\n<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in ran))
-    from PIL import Image
-    Image.new("RGB", (70 + 10 * 8, 16)).save(tmp_path / "shapes" / "none-seed0.png")
+    readme.write_text("".join(f"{name}\n<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in filled))
     tables.report(tmp_path, readme)
-    assert "old" not in readme.read_text() and all(f"{name}\n<!-- {name} -->\n|" in readme.read_text() for name in ran)
+    assert "old" not in readme.read_text() and all(f"{name}\n<!-- {name} -->\n|" in readme.read_text() for name in filled)
+    assert (tmp_path / "first-screen.png").exists() and (tmp_path / "cifar.png").exists()
