@@ -30,7 +30,8 @@ SURROGATES, ATTACKERS = tuple(DEFAULTS), tuple(ATTACKS)
 COMPARED = ("none", "gmm", "cluster")  # what a curve is compared with
 POINT_HEADER = ["accuracy %", "decoder MSE (test)", "gain over noise alone", "leakage, bits ≤", "n"]
 TOPICS = {"form": ("variance", "form", "floor", "var-threshold", "covariance"), "clusters": ("clusters",), "schedule": ("eta-ref", "warmup"),
-          "batch": ("batch-size",), "attention": ("attention", "measure-on"), "slots": ("slots",), "gates": ("off",), "depth": ("cut",)}  # of the ablations
+          "batch": ("batch-size",), "attention": ("attention", "measure-on"), "slots": ("slots",), "gates": ("off",), "depth": ("cut",),
+          "noise": ("sigma",)}  # of the ablations
 
 
 def finished(path, command=None):
