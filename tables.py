@@ -219,6 +219,16 @@ def points_table(found, noise):
     return markdown(["setting", "strongest MSE (its images)", *POINT_HEADER], rows)
 
 
+def datasets_table(found):
+    """One row a setting, each data set beside its own noise alone; a cell is DATASET-METHOD..."""
+    rows = []
+    for label, results in by_setting(found).items():
+        dataset, setting = label.split("-", 1)
+        noise = {name.split("-", 1)[1]: r for name, r in found.items() if name.startswith(f"{dataset}-none")}
+        rows.append([dataset, setting, *point_columns(results, curves(noise).get("none", {}))])
+    return markdown(["images", "setting", *POINT_HEADER], rows)
+
+
 def ablation_tables(found, reference):
     """-> {topic: table}; every changed setting below the unchanged one (from `reference`, the cells of the curves).
 
@@ -318,7 +328,7 @@ def report(results=RESULTS, readme_path=ROOT / "README.md"):
     for topic, table in ablation_tables(load_cells("ablations", results), cifar).items():
         readme = fill(readme, topic, table)
     compared = lambda found: points_table(found, curves(cifar).get("none", {}))
-    for name, table in (("defenses", lambda found: summary_table(by_setting(found))), ("datasets", lambda found: summary_table(by_setting(found))),
+    for name, table in (("defenses", lambda found: summary_table(by_setting(found))), ("datasets", datasets_table),
                         ("audit", audit_table), ("strength", strength_table), ("baselines", compared)):
         found = load_cells(name, results)
         if found:

@@ -204,6 +204,13 @@ def test_ablations_stand_below_the_unchanged_setting_and_beside_noise_behind_the
     assert by_topic["clusters"][1][4] == "1.20" and by_topic["depth"][1][:2] + [by_topic["depth"][1][4]] == ["cluster", "cut=3", "3.00"]
 
 
+def test_datasets_are_compared_with_their_own_noise():
+    found = {f"{d}-{name}": {**r, "attacks": {"decoder": {"test": {"mse": scale * point, "mse_common": 0.0}}}} for d, scale in (("a", 1), ("b", 2))
+             for name, r in {**NOISE, "slot-seed0": run_at(0, 0.55, 0.03)}.items() for point in [r["attacks"]["decoder"]["test"]["mse"]]}
+    rows = rows_of(tables.datasets_table(found))
+    assert [row[:2] + [row[4]] for row in rows if row[1] == "slot"] == [["a", "slot", "1.50"], ["b", "slot", "1.50"]] and len(rows) == 6
+
+
 def test_every_ablation_has_a_topic():
     knobs = [knob for topic in tables.TOPICS.values() for knob in topic]
     for name, _ in bench.cells("ablations"):
