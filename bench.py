@@ -64,22 +64,22 @@ def strength_cells():
     return {f"bottleneck{b}-seed0": f"{flags} --bottleneck {b}" for b in (0, 8)}
 
 
-CPU = "--dataset DATA/cifar10 --train-size 10000 --epochs 8 --attack-epochs 4"
+CPU = "--dataset DATA/cifar10 --train-size 10000 --epochs 8 --shift 0 --attack-epochs 4"
 ALL_ATTACKERS = "--attack decoder,gan,whitebox --whitebox-images 32"
 CPU_SIGMAS = (0.1, 0.15, 0.2, 0.3, 0.5)  # noise alone
 CPU_LAMBDAS = {"gmm": (0.0004, 0.0008, 0.0016, 0.0032), "cluster": (0.1, 0.2, 0.4, 0.8), "gated": (1, 2, 4, 8), "slot": (2.5, 5, 10, 20)}
-IN_TABLE = {"none": (0.1, 0.2), "gmm": (0.0008,), "cluster": (0.2,), "gated": (2,), "slot": (5,)}  # met by all attackers
+IN_TABLE = {"none": (0.1, 0.2), "gmm": (0.0008,), "cluster": (0.2,), "gated": (2,), "slot": (5,)}  # three seeds, all attackers
 
 
 def cpu_cells():
-    """CIFAR-10, 10,000 images, a narrow network: noise alone over σ, each surrogate over λ at σ = 0.1."""
+    """CIFAR-10, 10,000 images, a narrow network: noise alone over σ, each surrogate over λ at σ = 0.1; the first seed meets all attackers."""
     grid = {}
     for seed in SEEDS:
         for s, values in {"none": CPU_SIGMAS, **CPU_LAMBDAS}.items():
             for v in values:
                 own = f"--sigma {v}" if s == "none" else f"--surrogate {s} --lambd {v}"
                 grid[f"{s}-{'sigma' if s == 'none' else 'lambda'}{v}-seed{seed}"] = \
-                    f"{CPU} {own} --seed {seed}" + (f" {ALL_ATTACKERS}" if v in IN_TABLE[s] else "")
+                    f"{CPU} {own} --seed {seed}" + (f" {ALL_ATTACKERS}" if v in IN_TABLE[s] and seed == 0 else "")
     return grid
 
 
@@ -114,7 +114,7 @@ def ablation_cells():
 
 def dataset_cells():
     """Tiny ImageNet (20 classes, made smaller) and the faces: noise alone over σ, and one operating point a surrogate at σ = 0.1."""
-    flags = {"tiny": "--dataset DATA/tiny-imagenet-200 --image-size 32 --epochs 8 --attack-epochs 4",
+    flags = {"tiny": "--dataset DATA/tiny-imagenet-200 --image-size 32 --epochs 8 --shift 0 --attack-epochs 4",
              "faces": "--dataset DATA/orl-faces --image-size 64 --cut 3 --batch-size 96 --epochs 120 --attack-epochs 60"}
     points = {f"none-sigma{sigma}": f"--sigma {sigma}" for sigma in (0.1, 0.2, 0.3)} | {s: f"--surrogate {s}" for s in ("cluster", "gated", "slot")}
     return {f"{label}-{point}-seed{seed}": f"{f} {own} --seed {seed}" for seed in SEEDS for label, f in flags.items() for point, own in points.items()}

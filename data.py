@@ -73,7 +73,7 @@ def to_float(x):
 
 # ---------------------------------------------------------------------------------------------- batches
 
-def batches(images, batch_size, augment=False, generator=None, device="cpu", order=None):
+def batches(images, batch_size, augment=False, generator=None, device="cpu", order=None, shift=CROP_PADDING):
     """One epoch as (x float32 [B, 3, H, W], y [B]), in random order or in `order`; the last short batch is left out when augmenting."""
     order = torch.randperm(len(images), generator=generator) if order is None else order
     end = len(order) - len(order) % batch_size if augment and len(order) >= batch_size else len(order)
@@ -81,7 +81,7 @@ def batches(images, batch_size, augment=False, generator=None, device="cpu", ord
         index = order[start:start + batch_size]
         x = images.x[index]
         if augment:
-            x = crop_and_flip(x, generator)
+            x = crop_and_flip(x, generator, shift)
         yield to_float(x.to(device)), images.y[index].to(device)
 
 

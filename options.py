@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from attack import ATTACKS
+from data import CROP_PADDING
 from defenses import extra_cut
 from report import UserError
 from split_net import MIN_IMAGE_SIZE, UNITS
@@ -60,6 +61,7 @@ def parse(argv=None):
     g.add_argument("--schedule", default="onecycle", choices=("onecycle", "steps"), help="steps: x0.2 at 1/4, 1/2, 2/3 and 5/6 of the run")
     g.add_argument("--momentum", type=float, default=0.9, help="SGD momentum")
     g.add_argument("--weight-decay", type=float, default=5e-4, help="for encoder and server, not for the surrogate")
+    g.add_argument("--shift", type=int, default=CROP_PADDING, help="pixels by which a training image is shifted at random; 0 is better for short runs")
     g.add_argument("--seed", type=int, default=0, help="decides images drawn, splits, weights, order and noise")
     g.add_argument("--device", default="auto", help="auto, cpu, cuda, mps")
     g = p.add_argument_group("privacy")
@@ -121,7 +123,7 @@ CHECKS = [
     ("epochs batch_size lr refresh_every refresh_samples attack_epochs attack_blocks attack_channels attack_batch attack_lr whitebox_images whitebox_steps var_threshold floor",
      lambda v: v > 0, "must be greater than 0"),
     ("update_scale", lambda v: v > 0, "must be greater than 0"),
-    ("lambd scale warmup ramp eta_ref clip pool weight_decay", lambda v: v >= 0, "must not be negative"),
+    ("lambd scale warmup ramp eta_ref clip pool weight_decay shift", lambda v: v >= 0, "must not be negative"),
     ("sigma", lambda v: v == 0 or MIN_SIGMA <= v <= 1 / MIN_SIGMA, f"must be 0 or lie between {MIN_SIGMA:g} and {1 / MIN_SIGMA:g}"),
     ("momentum", lambda v: 0 <= v < 1, "must be at least 0 and less than 1"),
     ("image_size", lambda v: MIN_IMAGE_SIZE <= v <= MAX_IMAGE_SIZE, f"must lie between {MIN_IMAGE_SIZE} and {MAX_IMAGE_SIZE}"),

@@ -163,17 +163,18 @@ def results_table(found, step_cost):
     """The settings that several attackers were tried on; the gain is at each one's own accuracy. `step_cost`: {surrogate: ratio}."""
     noise, rows = curves(found).get("none", {}), []
     for label, results in by_setting(found).items():
-        if len(results[0]["attacks"]) > 1:
+        attacked = [r for r in results if len(r["attacks"]) > 1]
+        if attacked:
             method, setting = label.split("-", 1)
             own = {r["config"]["seed"]: [point(r)] for r in results}
             rows.append((SURROGATES.index(method), [
                 method, setting, mean_std([r["accuracy"] for r in results], 100, 1), mean_std([point(r)[1] for r in results], digits=4),
-                f"{mean_std([strongest_mse(r) for r in results], digits=4)} ({', '.join(sorted({r['strongest']['test'] for r in results}))})",
+                f"{mean_std([strongest_mse(r) for r in attacked], digits=4)} ({', '.join(sorted({r['strongest']['test'] for r in attacked}))})",
                 mean_std([r["attacks"]["decoder"]["test"]["ssim"] for r in results], digits=3), mean_std([r["leakage"]["bits"] for r in results], digits=0),
                 "1" if method == "none" else f"{step_cost[method]:.2f}" if method in step_cost else "–",
                 "1" if method == "none" else show_gain(*gain_interval(own, noise)), str(len(results))]))
-    return markdown(["method", "setting", "accuracy %", "decoder MSE (test)", "strongest MSE (its images)", "SSIM", "leakage, bits ≤", "cost of a step",
-                     "gain over noise alone (95 %)", "n"], [row for _, row in sorted(rows)])
+    return markdown(["method", "setting", "accuracy %", "decoder MSE (test)", "strongest MSE (its images, first seed)", "SSIM", "leakage, bits ≤",
+                     "cost of a step", "gain over noise alone (95 %)", "n"], [row for _, row in sorted(rows)])
 
 
 def whole_curves(by_seed):
@@ -234,7 +235,7 @@ def ablation_tables(found, reference):
 
     The gain of a cell behind another cut is over noise alone behind that cut."""
     groups, by_topic = by_setting(found), {}
-    unchanged = {label.split("-")[0]: results for label, results in by_setting(reference).items() if len(results[0]["attacks"]) > 1}
+    unchanged = {label.split("-")[0]: results for label, results in by_setting(reference).items() if any(len(r["attacks"]) > 1 for r in results)}
     for topic, knobs in TOPICS.items():
         rows = []
         for method in SURROGATES[1:]:

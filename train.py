@@ -179,7 +179,8 @@ class Run:
         gamma, totals = loss_scale(args, self.epoch), torch.zeros(3, device=args.device)
         use_cel = cel is not None and gamma > 0
         first_counted = max(args.warmup, 1 if self.refreshes else 0) * self.steps + self.delay
-        for step, (x, y) in enumerate(data.batches(self.splits.train, args.batch_size, augment=True, device=args.device, order=order)):
+        for step, (x, y) in enumerate(data.batches(self.splits.train, args.batch_size, augment=True, device=args.device, order=order,
+                                                      shift=args.shift)):
             done = self.epoch * self.steps + step
             lr = learning_rate(args, done / (args.epochs * self.steps))
             for group in self.optimizer.param_groups:

@@ -637,3 +637,11 @@ def test_a_folders_test_images_are_dealt_class_by_class():
     y = torch.tensor([0, 0, 0, 2, 2, 1, 0])
     turns = sorted(range(len(y)), key=lambda i: (sum(y[j] == y[i] for j in range(i)).item() if i else 0, y[i].item()))  # literal
     assert data.dealt(y).tolist() == turns == [0, 5, 3, 1, 4, 2, 6]
+
+
+def test_without_shift_a_batch_holds_the_images_or_their_mirror_images():
+    images = draw_shapes(20, seed=0)
+    for x, y in batches(images, 5, augment=True, generator=torch.Generator().manual_seed(0), order=torch.arange(20), shift=0):
+        for one, label in zip(x, y):
+            same = [i for i in range(20) if torch.equal(one, to_float(images.x[i:i + 1])[0]) or torch.equal(one.flip(2), to_float(images.x[i:i + 1])[0])]
+            assert same and images.y[same[0]] == label
