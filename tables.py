@@ -1,31 +1,18 @@
-"""The README's tables and figures, from the finished cells in results/ alone.
-
-Gain at equal accuracy. A method is a curve of points (accuracy, MSE), one a setting. Between its points log MSE is linear
-in accuracy; only its front counts (a point that another beats in both is left out). For two curves a and b, over
-the accuracies that both reach,
-
-    gain(a, b) = exp( mean over accuracy of [log MSE_a − log MSE_b] )
-
-as a Bjøntegaard delta compares two codecs. 1.3 means: at the same accuracy an attacker's error is 1.3 times as large. A
-single point is compared with the other curve at its own accuracy.
-The interval comes from the seeds: the gain of each seed's own pair of curves, mean ± t·std/√n (95 %, Student's t).
-"""
+"""The README's tables and figures, from the finished cells in results/ alone."""
 
 import json
-import math
 import re
 import statistics
 from pathlib import Path
 
 import speed
 from attack import ATTACKS
+from gain import front, gain_interval
 from options import DEFAULTS
 from report import LABEL_WIDTH, UserError, write, write_atomic
 
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results"
-STUDENT_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-GRID_POINTS = 200
 SURROGATES, ATTACKERS = tuple(DEFAULTS), tuple(ATTACKS)
 COMPARED = ("none", "gmm", "cluster")  # what a curve is compared with
 POINT_HEADER = ["accuracy %", "decoder MSE (test)", "gain over noise alone", "leakage, bits ≤", "n"]
@@ -34,18 +21,25 @@ TOPICS = {"form": ("variance", "form", "floor", "var-threshold", "covariance"), 
           "noise": ("sigma",)}  # of the ablations
 
 
-def finished(path, command=None):
-    """Whether the cell is there and whole, and was made by `command` if one is given."""
+def read_cell(path):
+    """The cell's results, or None where it is missing or not whole."""
     try:
         cell = json.loads(path.read_text())
-        return "accuracy" in cell and (command is None or cell["environment"]["command"] == command)
+        return cell if "accuracy" in cell else None
     except (OSError, ValueError):
-        return False
+        return None
+
+
+def finished(path, command):
+    """Whether the cell is there and whole, and was made by `command`."""
+    cell = read_cell(path)
+    return cell is not None and cell["environment"]["command"] == command
 
 
 def load_cells(preset, results=RESULTS):
     """-> {name: results} of the finished cells."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted((results / preset).glob("*.json")) if finished(path)}
+    found = {path.stem: read_cell(path) for path in sorted((results / preset).glob("*.json"))}
+    return {name: cell for name, cell in found.items() if cell is not None}
 
 
 def by_setting(found):
@@ -54,49 +48,6 @@ def by_setting(found):
     for name, r in found.items():
         groups.setdefault(re.sub(r"-seed\d+$", "", name), []).append(r)
     return groups
-
-
-# ------------------------------------------------------------------------------------------------ gain at equal accuracy
-
-def front(points):
-    """The points (accuracy, mse) that no other beats in both, by rising accuracy."""
-    kept = []
-    for accuracy, mse in sorted(set(points), reverse=True):
-        if not kept or mse > kept[-1][1]:
-            kept.append((accuracy, mse))
-    return kept[::-1]
-
-
-def interpolate(points, accuracy):
-    """log MSE at `accuracy`, linear between the points of a front."""
-    for (a0, m0), (a1, m1) in zip(points, points[1:]):
-        if a0 <= accuracy <= a1:
-            share = (accuracy - a0) / (a1 - a0)
-            return (1 - share) * math.log(m0) + share * math.log(m1)
-    return math.log(points[0][1])  # a front of one point
-
-
-def gain(a, b):
-    """exp of the mean of log MSE_a − log MSE_b over the accuracies both fronts reach; None where they share none."""
-    a, b = front(a), front(b)
-    low, high = max(a[0][0], b[0][0]), min(a[-1][0], b[-1][0])
-    if low > high or (low == high and len(a) > 1 and len(b) > 1):
-        return None
-    grid = [low + (high - low) * (i + 0.5) / GRID_POINTS for i in range(GRID_POINTS)]
-    return math.exp(statistics.fmean(interpolate(a, x) - interpolate(b, x) for x in grid))
-
-
-def gain_interval(a_by_seed, b_by_seed):
-    """-> (mean gain, low, high, n) over the seeds that both have; low and high are None for one seed."""
-    gains = [gain(a_by_seed[s], b_by_seed[s]) for s in sorted(set(a_by_seed) & set(b_by_seed))]
-    gains = [g for g in gains if g is not None]
-    if not gains:
-        return None, None, None, 0
-    mean = statistics.fmean(gains)
-    if len(gains) == 1:
-        return mean, None, None, 1
-    half = STUDENT_95[len(gains) - 1] * statistics.stdev(gains) / math.sqrt(len(gains))
-    return mean, mean - half, mean + half, len(gains)
 
 
 def point(r):
