@@ -7,7 +7,7 @@
     python bench.py list --preset cpu                       # the cells and their exact commands
     python bench.py speed                                   # ratios of times (speed.py) -> results/speed.json
 
-A cell is one train.py command. When it is finished its results.json and reconstructions.png are copied to
+A cell is one train.py command. When it is finished its results.json, and its pictures if a figure shows them, are copied to
 results/PRESET/; a cell that is there is never run again, one that broke or was made by another command is.
 """
 
@@ -26,7 +26,7 @@ import tables
 from defenses import DEFENSES
 from options import GATES, Parser, parse
 from report import UserError, prepare_folder, say_error, write
-from tables import RESULTS, ROOT, SURROGATES, finished
+from tables import PICTURED, RESULTS, ROOT, SURROGATES, finished
 
 SEEDS = (0, 1, 2)
 PLUGGED_IN = "cluster"  # the surrogate that the baselines are combined with
@@ -171,7 +171,8 @@ def run_cells(preset, shard="1/1", only="", data="DATA", runs_dir="runs", result
         cell["config"].update(dataset=parse(flags.split()).dataset, data_dir="data", runs_dir="runs")
         cell["environment"]["command"] = f"python train.py {flags}"
         write(results / preset / f"{name}.json", json.dumps(cell, indent=1))
-        write(results / preset / f"{name}.png", lambda temporary: shutil.copyfile(run_dir / name / "reconstructions.png", temporary))
+        if preset in PICTURED and name.endswith("-seed0"):
+            write(results / preset / f"{name}.png", lambda temporary: shutil.copyfile(run_dir / name / "reconstructions.png", temporary))
     return broken
 
 

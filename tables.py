@@ -14,6 +14,7 @@ from report import LABEL_WIDTH, UserError, write, write_atomic
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results"
 SURROGATES, ATTACKERS = tuple(DEFAULTS), tuple(ATTACKS)
+PICTURED = ("shapes", "cpu")  # grids whose first seed's pictures stand in a figure
 COMPARED = ("none", "gmm", "cluster")  # what a curve is compared with
 POINT_HEADER = ["accuracy %", "decoder MSE (test)", "gain over noise alone", "leakage, bits ≤", "n"]
 TOPICS = {"form": ("variance", "form", "floor", "var-threshold", "covariance"), "clusters": ("clusters",), "schedule": ("eta-ref", "warmup"),
