@@ -242,6 +242,8 @@ def draw_curves(by_method, path):
             accuracies, errors = zip(*front(points))
             axes.plot([100 * a for a in accuracies], errors, "o-", color=f"C{i}", linewidth=1, markersize=3, label=method if j == 0 else None)
     axes.set(xlabel="accuracy on test images, %", ylabel="decoder's MSE on test images", yscale="log")
+    axes.yaxis.set_major_formatter("{x:.3f}")
+    axes.yaxis.set_minor_formatter("{x:.3f}")
     axes.legend()
     axes.grid(alpha=0.3)
     write_atomic(path, lambda temporary: figure.savefig(temporary, format="png", dpi=120, bbox_inches="tight", metadata={"Software": None}))
@@ -274,8 +276,9 @@ def report(results=RESULTS, readme_path=ROOT / "README.md"):
         readme = fill(readme, "cpu", results_table(cifar, speed.step_cost(measured)))
         readme = fill(readme, "gain", gain_table(cifar))
         draw_curves(curves(cifar), results / "curves.png")
-        shown = {name.removesuffix("-seed0"): results / "cpu" / f"{name}.png" for name, r in cifar.items() if name.endswith("-seed0") and len(r["attacks"]) > 1}
-        shown = dict(sorted(shown.items(), key=lambda item: SURROGATES.index(item[0].split("-")[0])))
+        shown = {re.sub("-sigma", "\nsigma ", re.sub("-lambda.*|-seed0$", "", name)): results / "cpu" / f"{name}.png"
+                 for name, r in sorted(cifar.items(), key=lambda item: SURROGATES.index(item[0].split("-")[0]))
+                 if name.endswith("-seed0") and len(r["attacks"]) > 1}
         if shown:
             stack_rows(shown, results / "cifar.png")
     for topic, table in ablation_tables(load_cells("ablations", results), cifar).items():
