@@ -90,7 +90,7 @@ def baseline_cells():
 
 
 ABLATIONS = {"cluster": ["variance=trace", "form=lin,lambd=8", "floor=0.001", "floor=0.05", "var-threshold=0.03", "var-threshold=2", "clusters=1", "clusters=8",
-                         "eta-ref=0.001,lambd=3", "warmup=4", "batch-size=32", "sigma=0.05,lambd=0.4", "sigma=0.2,lambd=0.1"],
+                         "eta-ref=0.001,lambd=3", "warmup=4", "warmup=4,lambd=0.6", "batch-size=32", "sigma=0.05,lambd=0.4", "sigma=0.2,lambd=0.1"],
              "gmm": ["clusters=1", "clusters=8", "covariance=full"],
              "gated": ["variance=trace", "attention=joint", "attention=detached", "attention=adversarial", "measure-on=layernorm", "batch-size=32",
                        "batch-size=512", "warmup=4"],
