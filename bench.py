@@ -53,8 +53,8 @@ def defense_cells():
 def audit_cells():
     """Leakage bits against three attackers, over settings of `shapes`."""
     settings = {f"none-sigma{sigma}": f"--sigma {sigma}" for sigma in (0.05, 0.1, 0.2, 0.4)}
-    settings |= {s: f"--surrogate {s}" for s in SURROGATES[1:]}
-    settings |= {"cluster-lambda10": "--surrogate cluster --lambd 10"}
+    settings |= {name: f"--surrogate {name.split('-')[0]} --lambd {lambd} --eta-ref 0.001"
+                 for name, lambd in {"gmm": 0.01, "cluster": 3, "cluster-lambda10": 10, "gated": 30, "slot": 48}.items()}
     return {f"{label}-seed0": f"{flags} --attack decoder,gan,whitebox --attack-epochs 4 --whitebox-images 32" for label, flags in settings.items()}
 
 
@@ -147,7 +147,7 @@ def cells(preset, shard="1/1", only=""):
 def run_cells(preset, shard="1/1", only="", data="DATA", runs_dir="runs", results=RESULTS):
     """Run what is missing; -> number of cells that broke."""
     todo = [(name, flags) for name, flags in cells(preset, shard, only)
-            if not finished(results / preset / f"{name}.json", f"python train.py {flags}")]
+            if not finished(results / preset / f"{name}.json", flags)]
     run_dir = Path(runs_dir) / "bench" / preset
     for folder in sorted({Path(word.replace("DATA", str(data))) for _, flags in todo for word in flags.split() if word.startswith("DATA/")}):
         if not folder.is_dir():

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import speed
 from attack import ATTACKS
-from gain import front, gain_interval
-from options import DEFAULTS
+from gain import front, gain, gain_interval
+from options import DEFAULTS, NOT_SETTINGS, parse
 from report import LABEL_WIDTH, UserError, write, write_atomic
 
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results"
 SURROGATES, ATTACKERS = tuple(DEFAULTS), tuple(ATTACKS)
+OF_SURROGATE = ("lambd", "scale", "warmup", "ramp", "eta_ref", "clip", "stash", "var_threshold", "floor", "pool", "refresh_every", "refresh_samples",
+                "variance")  # settings that mean nothing without one
 PICTURED = ("shapes", "cpu")  # grids whose first seed's pictures stand in a figure
 COMPARED = ("none", "gmm", "cluster")  # what a curve is compared with
 POINT_HEADER = ["accuracy %", "decoder MSE (test)", "gain over noise alone", "leakage, bits ≤", "n"]
@@ -31,10 +33,14 @@ def read_cell(path):
         return None
 
 
-def finished(path, command):
-    """Whether the cell is there and whole, and was made by `command`."""
+def finished(path, flags):
+    """Whether the cell is there and whole, and was made by `flags` with the defaults of today."""
     cell = read_cell(path)
-    return cell is not None and cell["environment"]["command"] == command
+    if cell is None or cell["environment"]["command"] != f"python train.py {flags}":
+        return False
+    wanted = vars(parse(flags.split()))
+    ignored = NOT_SETTINGS if wanted["surrogate"] != "none" else (*NOT_SETTINGS, *OF_SURROGATE)
+    return all(cell["config"].get(k, v) == v for k, v in wanted.items() if k not in ignored)
 
 
 def load_cells(preset, results=RESULTS):
@@ -63,8 +69,10 @@ def curves(found):
     return found_curves
 
 
-def show_gain(mean, low, high, n):
-    return "–" if mean is None else f"{mean:.2f}" if low is None else f"{mean:.2f} ({low:.2f} to {high:.2f})"
+def show_gain(mean, low, high, n, runs=0):
+    """With the number of seeds it stands on where that is less than `runs`: the others lie outside the other curve."""
+    few = f" [{n} of {runs} seeds]" if 0 < n < runs else ""
+    return "–" if mean is None else (f"{mean:.2f}" if low is None else f"{mean:.2f} ({low:.2f} to {high:.2f})") + few
 
 
 def spearman(a, b):
@@ -124,7 +132,7 @@ def results_table(found, step_cost):
                 f"{mean_std([strongest_mse(r) for r in attacked], digits=4)} ({', '.join(sorted({r['strongest']['test'] for r in attacked}))})",
                 mean_std([r["attacks"]["decoder"]["test"]["ssim"] for r in results], digits=3), mean_std([r["leakage"]["bits"] for r in results], digits=0),
                 "1" if method == "none" else f"{step_cost[method]:.2f}" if method in step_cost else "–",
-                "1" if method == "none" else show_gain(*gain_interval(own, noise)), str(len(results))]))
+                "1" if method == "none" else show_gain(*gain_interval(own, noise), len(results)), str(len(results))]))
     return markdown(["method", "setting", "accuracy %", "decoder MSE (test)", "strongest MSE (its images, first seed)", "SSIM", "leakage, bits ≤",
                      "cost of a step", "gain over noise alone (95 %)", "n"], [row for _, row in sorted(rows)])
 
@@ -161,7 +169,7 @@ def audit_table(found):
 def point_columns(results, noise):
     """The columns of POINT_HEADER: a setting's point, and its gain over noise alone at its own accuracy (`noise`: {seed: points})."""
     return [mean_std([r["accuracy"] for r in results], 100, 1), mean_std([point(r)[1] for r in results], digits=4),
-            show_gain(*gain_interval({r["config"]["seed"]: [point(r)] for r in results}, noise)),
+            show_gain(*gain_interval({r["config"]["seed"]: [point(r)] for r in results}, noise), len(results)),
             mean_std([r["leakage"]["bits"] for r in results], digits=0), str(len(results))]
 
 
@@ -183,24 +191,31 @@ def datasets_table(found):
 
 
 def ablation_tables(found, reference):
-    """-> {topic: table}; every changed setting below the unchanged one (from `reference`, the cells of the curves).
-
-    The gain of a cell behind another cut is over noise alone behind that cut."""
+    """-> {topic: table}; every changed setting below the unchanged one (from `reference`, the cells of the curves), and its gain over that
+    one's, the mean of the seeds that have both. The gain of a cell behind another cut is over noise alone behind that cut."""
     groups, by_topic = by_setting(found), {}
     unchanged = {label.split("-")[0]: results for label, results in by_setting(reference).items() if any(len(r["attacks"]) > 1 for r in results)}
     for topic, knobs in TOPICS.items():
         rows = []
         for method in SURROGATES[1:]:
             changed = {label.split("-", 1)[1]: r for label, r in groups.items() if re.match(f"{method}-({'|'.join(knobs)})=", label)}
+            noise = curves(reference).get("none", {})
+            before = gains_by_seed(unchanged.get(method, []), noise)
             if changed and method in unchanged:
-                rows.append([method, "nothing", *point_columns(unchanged[method][:1], curves(reference).get("none", {}))])
+                rows.append([method, "nothing", *point_columns(unchanged[method], noise), "1"])
             for change, results in changed.items():
                 cut = re.search(r"cut=\d+", change)
-                noise = {name: r for name, r in found.items() if name.startswith(f"none-{cut[0]},")} if cut else reference
-                rows.append([method, change, *point_columns(results, curves(noise).get("none", {}))])
+                beside = curves({name: r for name, r in found.items() if name.startswith(f"none-{cut[0]},")}).get("none", {}) if cut else noise
+                after = gains_by_seed(results, beside)
+                rows.append([method, change, *point_columns(results, beside), mean_std([after[s] / before[s] for s in after if s in before])])
         if rows:
-            by_topic[topic] = markdown(["surrogate", "changed", *POINT_HEADER], rows)
+            by_topic[topic] = markdown(["surrogate", "changed", *POINT_HEADER, "gain / unchanged, same seeds"], rows)
     return by_topic
+
+
+def gains_by_seed(results, noise):
+    gains = {r["config"]["seed"]: gain([point(r)], noise[r["config"]["seed"]]) for r in results if r["config"]["seed"] in noise}
+    return {seed: g for seed, g in gains.items() if g is not None}
 
 
 def strength_table(found):

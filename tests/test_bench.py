@@ -116,6 +116,22 @@ def test_run_resume_and_report_on_two_tiny_cells(tmp_path, monkeypatch, capsys):
         assert sheet.crop((70, 192, 166, 288)).tobytes() == own.crop((70, 96, 166, 192)).tobytes()
 
 
+def test_a_cell_made_under_other_defaults_is_not_finished(tmp_path):
+    def made(flags, **other):
+        (tmp_path / "c.json").write_text(json.dumps({"accuracy": 0.5, "environment": {"command": f"python train.py {flags}"}, "config": {**vars(parse(flags.split())), **other}}))
+        return tables.finished(tmp_path / "c.json", flags)
+    assert made("--surrogate gated") and made("--surrogate gated", out="elsewhere", device="cuda") and made("--sigma 0.2", lambd=9.0)
+    assert not made("--surrogate gated", lambd=9.0) and not made("--sigma 0.2", attack_epochs=2)
+
+
+def test_every_committed_cell_is_what_its_command_makes_today():
+    """Not the numbers, which take hours, but the settings: a changed default leaves no stale cell behind."""
+    for preset in bench.PRESETS:
+        grid = dict(bench.cells(preset))
+        for path in sorted((tables.RESULTS / preset).glob("*.json")):
+            assert path.stem in grid and tables.finished(path, grid[path.stem]), f"{preset}/{path.stem}: run it again or remove it"
+
+
 def test_a_broken_cell_is_reported(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(bench.PRESETS, "shapes", lambda: {"bad": "--sigma -1"})
     assert bench.run_cells("shapes", runs_dir=tmp_path, results=tmp_path / "results") == 1
@@ -173,6 +189,8 @@ def test_points_table_measures_each_point_against_noise_at_its_own_accuracy():
     assert rows[0] == ["cluster-K=1", "0.0250", "55.0", "0.0300", "1.50", "50", "1"]
     assert rows[1][0] == "slot-off=a,b" and rows[1][4].startswith("1.50 (") and rows[1][6] == "2"
     assert rows[2][4] == "–"  # noise alone does not reach its accuracy
+    found["cluster-K=1-seed1"] = run_at(1, 0.3, 0.1)
+    assert rows_of(tables.points_table(found, tables.curves(NOISE)["none"]))[0][4] == "1.50 [1 of 2 seeds]"
 
 
 def test_results_table_shows_what_several_attackers_met():
@@ -202,6 +220,7 @@ def test_ablations_stand_below_the_unchanged_setting_and_beside_noise_behind_the
     by_topic = {topic: rows_of(table) for topic, table in tables.ablation_tables(found, reference).items()}
     assert list(by_topic) == ["form", "clusters", "depth"]
     assert [row[:2] + [row[4]] for row in by_topic["form"]] == [["cluster", "nothing", "1.50"], ["cluster", "form=lin,lambd=8", "1.00"]]
+    assert by_topic["form"][1][-1] == "0.67" and by_topic["clusters"][1][-1] == "0.80"
     assert by_topic["clusters"][1][4] == "1.20" and by_topic["depth"][1][:2] + [by_topic["depth"][1][4]] == ["cluster", "cut=3", "3.00"]
 
 
