@@ -132,10 +132,8 @@ def load(name="shapes", data_dir="data", image_size=None, seed=0, val_share=0.1,
 def dealt(y):
     """Order that takes an image of every class in turn: the first of a folder's test images, which are shown, are then not all of one class."""
     order = y.argsort(stable=True)
-    first = y.bincount().cumsum(0) - y.bincount()  # [C] where a class begins in that order
-    turn = torch.empty_like(y)
-    turn[order] = torch.arange(len(y)) - first[y[order]]
-    return (turn * (y.max() + 1) + y).argsort()
+    turn = torch.cat([torch.arange(n) for n in y.bincount().tolist()])  # [N] the how many-th of its class each of these is
+    return order[turn.argsort(stable=True)]
 
 
 def draw_shapes(n, seed=0, size=shapes.SIZE):

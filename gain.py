@@ -49,10 +49,15 @@ def gain(a, b):
     return math.exp(statistics.fmean(interpolate(a, x) - interpolate(b, x) for x in grid))
 
 
+def gains_by_seed(a_by_seed, b_by_seed):
+    """{seed: gain of its own pair of curves}, for the seeds that both have and whose curves share an accuracy."""
+    gains = {s: gain(a_by_seed[s], b_by_seed[s]) for s in sorted(set(a_by_seed) & set(b_by_seed))}
+    return {s: g for s, g in gains.items() if g is not None}
+
+
 def gain_interval(a_by_seed, b_by_seed):
-    """-> (mean gain, low, high, n) over the seeds that both have; low and high are None for one seed."""
-    gains = [gain(a_by_seed[s], b_by_seed[s]) for s in sorted(set(a_by_seed) & set(b_by_seed))]
-    gains = [g for g in gains if g is not None]
+    """-> (mean gain, low, high, n) over those seeds; low and high are None for one seed."""
+    gains = list(gains_by_seed(a_by_seed, b_by_seed).values())
     if not gains:
         return None, None, None, 0
     mean = statistics.fmean(gains)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import speed
 from attack import ATTACKS
-from gain import front, gain, gain_interval
+from gain import front, gain_interval, gains_by_seed
 from options import DEFAULTS, NOT_SETTINGS, parse
 from report import LABEL_WIDTH, UserError, write, write_atomic
 
@@ -69,6 +69,16 @@ def curves(found):
     return found_curves
 
 
+def noise_alone(found):
+    """{seed: points} of the cells without a surrogate."""
+    return curves(found).get("none", {})
+
+
+def own_points(results):
+    """{seed: [its point]} of one setting."""
+    return {r["config"]["seed"]: [point(r)] for r in results}
+
+
 def show_gain(mean, low, high, n, runs=0):
     """With the number of seeds it stands on where that is less than `runs`: the others lie outside the other curve."""
     few = f" [{n} of {runs} seeds]" if 0 < n < runs else ""
@@ -121,18 +131,17 @@ def summary_table(groups):
 
 def results_table(found, step_cost):
     """The settings that several attackers were tried on; the gain is at each one's own accuracy. `step_cost`: {surrogate: ratio}."""
-    noise, rows = curves(found).get("none", {}), []
+    noise, rows = noise_alone(found), []
     for label, results in by_setting(found).items():
         attacked = [r for r in results if len(r["attacks"]) > 1]
         if attacked:
             method, setting = label.split("-", 1)
-            own = {r["config"]["seed"]: [point(r)] for r in results}
+            accuracy, error, own_gain, bits, n = point_columns(results, noise)
             rows.append((SURROGATES.index(method), [
-                method, setting, mean_std([r["accuracy"] for r in results], 100, 1), mean_std([point(r)[1] for r in results], digits=4),
+                method, setting, accuracy, error,
                 f"{mean_std([strongest_mse(r) for r in attacked], digits=4)} ({', '.join(sorted({r['strongest']['test'] for r in attacked}))})",
-                mean_std([r["attacks"]["decoder"]["test"]["ssim"] for r in results], digits=3), mean_std([r["leakage"]["bits"] for r in results], digits=0),
-                "1" if method == "none" else f"{step_cost[method]:.2f}" if method in step_cost else "–",
-                "1" if method == "none" else show_gain(*gain_interval(own, noise), len(results)), str(len(results))]))
+                mean_std([r["attacks"]["decoder"]["test"]["ssim"] for r in results], digits=3), bits,
+                "1" if method == "none" else f"{step_cost[method]:.2f}" if method in step_cost else "–", "1" if method == "none" else own_gain, n]))
     return markdown(["method", "setting", "accuracy %", "decoder MSE (test)", "strongest MSE (its images, first seed)", "SSIM", "leakage, bits ≤",
                      "cost of a step", "gain over noise alone (95 %)", "n"], [row for _, row in sorted(rows)])
 
@@ -169,7 +178,7 @@ def audit_table(found):
 def point_columns(results, noise):
     """The columns of POINT_HEADER: a setting's point, and its gain over noise alone at its own accuracy (`noise`: {seed: points})."""
     return [mean_std([r["accuracy"] for r in results], 100, 1), mean_std([point(r)[1] for r in results], digits=4),
-            show_gain(*gain_interval({r["config"]["seed"]: [point(r)] for r in results}, noise), len(results)),
+            show_gain(*gain_interval(own_points(results), noise), len(results)),
             mean_std([r["leakage"]["bits"] for r in results], digits=0), str(len(results))]
 
 
@@ -186,36 +195,30 @@ def datasets_table(found):
     for label, results in by_setting(found).items():
         dataset, setting = label.split("-", 1)
         noise = {name.split("-", 1)[1]: r for name, r in found.items() if name.startswith(f"{dataset}-none")}
-        rows.append([dataset, setting, *point_columns(results, curves(noise).get("none", {}))])
+        rows.append([dataset, setting, *point_columns(results, noise_alone(noise))])
     return markdown(["images", "setting", *POINT_HEADER], rows)
 
 
 def ablation_tables(found, reference):
     """-> {topic: table}; every changed setting below the unchanged one (from `reference`, the cells of the curves), and its gain over that
     one's, the mean of the seeds that have both. The gain of a cell behind another cut is over noise alone behind that cut."""
-    groups, by_topic = by_setting(found), {}
+    groups, noise, by_topic = by_setting(found), noise_alone(reference), {}
     unchanged = {label.split("-")[0]: results for label, results in by_setting(reference).items() if any(len(r["attacks"]) > 1 for r in results)}
     for topic, knobs in TOPICS.items():
         rows = []
         for method in SURROGATES[1:]:
             changed = {label.split("-", 1)[1]: r for label, r in groups.items() if re.match(f"{method}-({'|'.join(knobs)})=", label)}
-            noise = curves(reference).get("none", {})
-            before = gains_by_seed(unchanged.get(method, []), noise)
+            before = gains_by_seed(own_points(unchanged.get(method, [])), noise)
             if changed and method in unchanged:
                 rows.append([method, "nothing", *point_columns(unchanged[method], noise), "1"])
             for change, results in changed.items():
                 cut = re.search(r"cut=\d+", change)
-                beside = curves({name: r for name, r in found.items() if name.startswith(f"none-{cut[0]},")}).get("none", {}) if cut else noise
-                after = gains_by_seed(results, beside)
+                beside = noise_alone({name: r for name, r in found.items() if name.startswith(f"none-{cut[0]},")}) if cut else noise
+                after = gains_by_seed(own_points(results), beside)
                 rows.append([method, change, *point_columns(results, beside), mean_std([after[s] / before[s] for s in after if s in before])])
         if rows:
             by_topic[topic] = markdown(["surrogate", "changed", *POINT_HEADER, "gain / unchanged, same seeds"], rows)
     return by_topic
-
-
-def gains_by_seed(results, noise):
-    gains = {r["config"]["seed"]: gain([point(r)], noise[r["config"]["seed"]]) for r in results if r["config"]["seed"] in noise}
-    return {seed: g for seed, g in gains.items() if g is not None}
 
 
 def strength_table(found):
@@ -298,7 +301,7 @@ def report(results=RESULTS, readme_path=ROOT / "README.md"):
             stack_rows(shown, results / "cifar.png")
     for topic, table in ablation_tables(load_cells("ablations", results), cifar).items():
         readme = fill(readme, topic, table)
-    compared = lambda found: points_table(found, curves(cifar).get("none", {}))
+    compared = lambda found: points_table(found, noise_alone(cifar))
     for name, table in (("defenses", lambda found: summary_table(by_setting(found))), ("datasets", datasets_table),
                         ("audit", audit_table), ("strength", strength_table), ("baselines", compared)):
         found = load_cells(name, results)
