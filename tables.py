@@ -17,6 +17,7 @@ SURROGATES, ATTACKERS = tuple(DEFAULTS), tuple(ATTACKS)
 OF_SURROGATE = ("lambd", "scale", "warmup", "ramp", "eta_ref", "clip", "stash", "var_threshold", "floor", "pool", "refresh_every", "refresh_samples",
                 "variance")  # settings that mean nothing without one
 PICTURED = ("shapes", "cpu")  # grids whose first seed's pictures stand in a figure
+UNDEFENDED = ("none-sigma0.1-seed0", "cluster-lambda0.2-seed0")  # what the baselines are compared with: the same, without a defence
 COMPARED = ("none", "gmm", "cluster")  # what a curve is compared with
 POINT_HEADER = ["accuracy %", "decoder MSE (test)", "gain over noise alone", "leakage, bits ≤", "n"]
 TOPICS = {"form": ("variance", "form", "floor", "var-threshold", "covariance"), "clusters": ("clusters",), "schedule": ("eta-ref", "warmup"),
@@ -61,7 +62,12 @@ def point(r):
     return r["accuracy"], r["attacks"]["decoder"]["test"]["mse"]
 
 
-def curves(found):
+def bits_point(r):
+    """(accuracy, 1 / bits): as for the error, more is better. Less than one bit counts as one."""
+    return r["accuracy"], 1 / max(r["leakage"]["bits"], 1)
+
+
+def curves(found, point=point):
     """{method: {seed: [(accuracy, decoder MSE on test)]}} from {name: results}; the method is the name's first word."""
     found_curves = {}
     for name, r in found.items():
@@ -153,14 +159,16 @@ def whole_curves(by_seed):
 
 
 def gain_table(found):
-    """Every method's curve, and its gain at equal accuracy over noise alone and over the statistical surrogates."""
-    by_method = {method: whole_curves(seeds) for method, seeds in curves(found).items()}
+    """Every method's curve, its gain at equal accuracy over noise alone and over the statistical surrogates, and its leakage beside that of noise alone."""
+    by_method, bits = ({method: whole_curves(seeds) for method, seeds in curves(found, of).items()} for of in (point, bits_point))
     rows = []
     for method in [s for s in SURROGATES if s in by_method]:
         seeds = by_method[method]
         over = [show_gain(*gain_interval(seeds, by_method.get(other, {}))) if other != method else "1" for other in COMPARED]
-        rows.append([method, ", ".join(f"{100 * a:.1f}: {m:.4f}" for a, m in front(seeds[min(seeds)])), *over, str(len(seeds))])
-    return markdown(["method", "front (accuracy %: MSE), first seed", *(f"gain over {'noise alone' if c == 'none' else c}" for c in COMPARED), "seeds"], rows)
+        fewer = "1" if method == "none" else show_gain(*gain_interval(bits[method], bits.get("none", {})))
+        rows.append([method, ", ".join(f"{100 * a:.1f}: {m:.4f}" for a, m in front(seeds[min(seeds)])), *over, fewer, str(len(seeds))])
+    return markdown(["method", "front (accuracy %: MSE), first seed", *(f"gain over {'noise alone' if c == 'none' else c}" for c in COMPARED),
+                     "leakage bits of noise alone / its own", "seeds"], rows)
 
 
 def audit_table(found):
@@ -301,7 +309,8 @@ def report(results=RESULTS, readme_path=ROOT / "README.md"):
             stack_rows(shown, results / "cifar.png")
     for topic, table in ablation_tables(load_cells("ablations", results), cifar).items():
         readme = fill(readme, topic, table)
-    compared = lambda found: points_table(found, noise_alone(cifar))
+    undefended = {name: r for wanted in UNDEFENDED for name, r in cifar.items() if name == wanted}
+    compared = lambda found: points_table(undefended | dict(sorted(found.items(), key=lambda item: item[0].split("-"))), noise_alone(cifar))
     for name, table in (("defenses", lambda found: summary_table(by_setting(found))), ("datasets", datasets_table),
                         ("audit", audit_table), ("strength", strength_table), ("baselines", compared)):
         found = load_cells(name, results)

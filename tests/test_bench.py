@@ -206,11 +206,11 @@ def test_results_table_shows_what_several_attackers_met():
 
 
 def test_gain_table_compares_whole_curves():
-    found = {**NOISE, "cluster-lambda1-seed0": run_at(0, 0.6, 0.013), "cluster-lambda2-seed0": run_at(0, 0.5, 0.052), "cluster-lambda1-seed1": run_at(1, 0.55, 9.0),
+    found = {**NOISE, "cluster-lambda1-seed0": run_at(0, 0.6, 0.013, bits=20), "cluster-lambda2-seed0": run_at(0, 0.5, 0.052, bits=5), "cluster-lambda1-seed1": run_at(1, 0.55, 9.0),
              "gated-lambda1-seed0": run_at(0, 0.6, 0.026), "gated-lambda2-seed0": run_at(0, 0.5, 0.104)}
     rows = rows_of(tables.gain_table(found))
-    assert rows[1] == ["cluster", "50.0: 0.0520, 60.0: 0.0130", "1.30", "–", "1", "1"]  # seed 1 did not run both settings
-    assert rows[2][2:] == ["2.60", "–", "2.00", "1"]
+    assert rows[1] == ["cluster", "50.0: 0.0520, 60.0: 0.0130", "1.30", "–", "1", "2.50", "1"]  # seed 1 did not run both settings; noise alone has 50 bits at both, so its front is 60 %: 50 / 20
+    assert rows[2][2:] == ["2.60", "–", "2.00", "1.00", "1"]
 
 
 def test_ablations_stand_below_the_unchanged_setting_and_beside_noise_behind_the_same_cut():
