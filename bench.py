@@ -64,28 +64,39 @@ def strength_cells():
     return {f"bottleneck{b}-seed0": f"{flags} --bottleneck {b}" for b in (0, 8)}
 
 
-CPU = "--dataset DATA/cifar10 --train-size 10000 --epochs 8 --shift 0 --attack-epochs 4"
+CPU = "--dataset DATA/cifar10 --train-size 10000 --epochs 16 --shift 0 --attack-epochs 4"
+SHORT = CPU.replace("--epochs 16", "--epochs 8")
 ALL_ATTACKERS = "--attack decoder,gan,whitebox --whitebox-images 32"
-CPU_SIGMAS = (0.1, 0.15, 0.2, 0.3, 0.5)  # noise alone
+CPU_SIGMAS = (0.1, 0.2, 0.3, 0.5)  # noise alone
 CPU_LAMBDAS = {"gmm": (0.0004, 0.0008, 0.0016, 0.0032), "cluster": (0.1, 0.2, 0.4, 0.8), "gated": (1, 2, 4, 8), "slot": (2.5, 5, 10, 20)}
 IN_TABLE = {"none": (0.1, 0.2), "gmm": (0.0008,), "cluster": (0.2,), "gated": (2,), "slot": (5,)}  # the first seed of these meets all attackers
 
 
-def cpu_cells():
-    """CIFAR-10, 10,000 images, a narrow network: noise alone over σ, each surrogate over λ at σ = 0.1; the first seed meets all attackers."""
+def curve_cells(flags, sigmas, lambdas):
+    """Noise alone over σ, each surrogate over λ at σ = 0.1; what stands in the table meets all attackers on the first seed."""
     grid = {}
     for seed in SEEDS:
-        for s, values in {"none": CPU_SIGMAS, **CPU_LAMBDAS}.items():
+        for s, values in {"none": sigmas, **lambdas}.items():
             for v in values:
                 own = f"--sigma {v}" if s == "none" else f"--surrogate {s} --lambd {v}"
                 grid[f"{s}-{'sigma' if s == 'none' else 'lambda'}{v}-seed{seed}"] = \
-                    f"{CPU} {own} --seed {seed}" + (f" {ALL_ATTACKERS}" if v in IN_TABLE[s] and seed == 0 else "")
+                    f"{flags} {own} --seed {seed}" + (f" {ALL_ATTACKERS}" if v in IN_TABLE[s] and seed == 0 else "")
     return grid
+
+
+def cpu_cells():
+    """CIFAR-10, 10,000 images, a narrow network: the curves."""
+    return curve_cells(CPU, CPU_SIGMAS, CPU_LAMBDAS)
+
+
+def short_cells():
+    """The same in half the epochs, surrogates at their default λ: what baselines and ablations are compared with."""
+    return curve_cells(SHORT, (0.1, 0.15, 0.2, 0.3, 0.5), {s: IN_TABLE[s] for s in CPU_LAMBDAS})
 
 
 def baseline_cells():
     """CIFAR-10: every baseline alone and with a surrogate plugged in."""
-    return {f"{name}{plus}-seed{seed}": f"{CPU} --defense {name} --surrogate {s} --seed {seed} --attack decoder,gan"
+    return {f"{name}{plus}-seed{seed}": f"{SHORT} --defense {name} --surrogate {s} --seed {seed} --attack decoder,gan"
             for seed in SEEDS for name in BASELINES for plus, s in (("", "none"), (f"+{PLUGGED_IN}", PLUGGED_IN))}
 
 
@@ -104,11 +115,11 @@ def ablation_cells():
     grid = {}
     for seed in SEEDS:
         for s, found in ABLATIONS.items():
-            grid |= {f"{s}-{change}-seed{seed}": f"{CPU} --surrogate {s} " + " ".join(f"--{c.replace('=', ' ')}" for c in change.split(",")) + f" --seed {seed}"
+            grid |= {f"{s}-{change}-seed{seed}": f"{SHORT} --surrogate {s} " + " ".join(f"--{c.replace('=', ' ')}" for c in change.split(",")) + f" --seed {seed}"
                      for change in found}
         for cut in DEPTHS:
-            grid |= {f"none-cut={cut},sigma={sigma}-seed{seed}": f"{CPU} --cut {cut} --sigma {sigma} --seed {seed}" for sigma in DEPTH_SIGMAS}
-            grid[f"cluster-cut={cut}-seed{seed}"] = f"{CPU} --cut {cut} --surrogate cluster --seed {seed}"
+            grid |= {f"none-cut={cut},sigma={sigma}-seed{seed}": f"{SHORT} --cut {cut} --sigma {sigma} --seed {seed}" for sigma in DEPTH_SIGMAS}
+            grid[f"cluster-cut={cut}-seed{seed}"] = f"{SHORT} --cut {cut} --surrogate cluster --seed {seed}"
     return grid
 
 
@@ -127,7 +138,7 @@ def paper_cells():
     return {f"{s}-{d}-seed{seed}": f"{flags} --surrogate {s} --defense {d} --seed {seed}" for seed in SEEDS for d in DEFENSES for s in SURROGATES}
 
 
-PRESETS = {"shapes": shapes_cells, "defenses": defense_cells, "audit": audit_cells, "strength": strength_cells, "cpu": cpu_cells,
+PRESETS = {"shapes": shapes_cells, "defenses": defense_cells, "audit": audit_cells, "strength": strength_cells, "cpu": cpu_cells, "short": short_cells,
            "baselines": baseline_cells, "ablations": ablation_cells, "datasets": dataset_cells, "paper": paper_cells}
 
 

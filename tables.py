@@ -297,7 +297,9 @@ def report(results=RESULTS, readme_path=ROOT / "README.md"):
     measured = speed.load(results)
     if measured:
         readme = fill(readme, "speed", speed.table(measured))
-    cifar = load_cells("cpu", results)
+    cifar, short = load_cells("cpu", results), load_cells("short", results)
+    if short:
+        readme = fill(readme, "short", results_table(short, speed.step_cost(measured)))
     if cifar:
         readme = fill(readme, "cpu", results_table(cifar, speed.step_cost(measured)))
         readme = fill(readme, "gain", gain_table(cifar))
@@ -307,10 +309,10 @@ def report(results=RESULTS, readme_path=ROOT / "README.md"):
                  if name.endswith("-seed0") and len(r["attacks"]) > 1}
         if shown:
             stack_rows(shown, results / "cifar.png")
-    for topic, table in ablation_tables(load_cells("ablations", results), cifar).items():
+    for topic, table in ablation_tables(load_cells("ablations", results), short).items():
         readme = fill(readme, topic, table)
-    undefended = {name: r for wanted in UNDEFENDED for name, r in cifar.items() if name == wanted}
-    compared = lambda found: points_table(undefended | dict(sorted(found.items(), key=lambda item: item[0].split("-"))), noise_alone(cifar))
+    undefended = {name: r for wanted in UNDEFENDED for name, r in short.items() if name == wanted}
+    compared = lambda found: points_table(undefended | dict(sorted(found.items(), key=lambda item: item[0].split("-"))), noise_alone(short))
     for name, table in (("defenses", lambda found: summary_table(by_setting(found))), ("datasets", datasets_table),
                         ("audit", audit_table), ("strength", strength_table), ("baselines", compared)):
         found = load_cells(name, results)
