@@ -63,28 +63,39 @@ def test_readme_names_every_file_once():
     assert sorted(file for file, *_ in ROWS) == FILES and LOOP.count(TERM) == 1
 
 
-def stranger_runs(directory, file, constructor, name, lambd, loop):
-    """The last line that the script prints, in a new interpreter that sees the surrogate's file, torch and nothing of ours."""
+def start_stranger(directory, file, constructor, name, lambd, loop):
+    """The script in a new interpreter that sees the surrogate's file, torch and nothing of ours."""
     loop = loop.replace("from gated_att_cel import GatedAttCEL", f"from {file} import {name}")
     loop = re.sub(r"cel = GatedAttCEL\(.*?\)(?=  #)", lambda _: f"cel = {constructor}", loop)
     assert f"from {file} import {name}" in loop and f"cel = {constructor}" in loop
     directory.mkdir()
     shutil.copy(ROOT / f"{file}.py", directory)
     (directory / "stranger.py").write_text(ALONE + STRANGER.format(lambd=lambd) + loop + RESULT, encoding="utf-8")
-    done = subprocess.run([sys.executable, "-E", "-s", "stranger.py"], cwd=directory, capture_output=True, text=True, encoding="utf-8")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return subprocess.Popen([sys.executable, "-E", "-s", "stranger.py"], cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
-def without(tmp_path_factory):
-    """The same loop with the surrogate's term taken out."""
-    return stranger_runs(tmp_path_factory.mktemp("without") / "empty", *ROWS[0], LOOP.replace(TERM, ""))
+def strangers(tmp_path_factory):
+    """{file: its process}, and the same loop with the surrogate's term taken out, all at once: most of their time is importing torch."""
+    folder = tmp_path_factory.mktemp("strangers")
+    started = {row[0]: start_stranger(folder / row[0], *row, LOOP) for row in ROWS}
+    return started | {"without": start_stranger(folder / "without", *ROWS[0], LOOP.replace(TERM, ""))}
 
 
-@pytest.mark.parametrize("file, constructor, name, lambd", ROWS, ids=[row[0] for row in ROWS])
-def test_alone_in_a_strangers_loop(tmp_path, without, file, constructor, name, lambd):
-    result = stranger_runs(tmp_path / "empty", file, constructor, name, lambd, LOOP)
+@pytest.fixture(scope="module")
+def without(strangers):
+    return last_line(strangers["without"])
+
+
+def last_line(process):
+    out, errors = process.communicate()
+    assert process.returncode == 0, errors
+    return json.loads(out.splitlines()[-1])
+
+
+@pytest.mark.parametrize("file", [row[0] for row in ROWS])
+def test_alone_in_a_strangers_loop(strangers, without, file):
+    result = last_line(strangers[file])
     assert result["called"] and not without["called"]
     assert result["last_loss"] < 0.5 * result["first_loss"], "the task is not learned beside it"
     assert result["accuracy"] > without["accuracy"] - 0.06
