@@ -14,7 +14,7 @@ import train
 
 ROOT = Path(train.__file__).parent
 CONFIGS = [("gmm", "noise_arl"), ("cluster", "none"), ("slot", "patrol"), ("gated", "dropout")]
-FLAGS = ["--width", "4", "--train-size", "301", "--batch-size", "32", "--epochs", "3", "--attack-epochs", "1", "--attack-blocks", "1",
+FLAGS = ["--width", "4", "--bottleneck", "2", "--train-size", "301", "--batch-size", "32", "--epochs", "3", "--attack-epochs", "1", "--attack-blocks", "1",
          "--attack-channels", "8"]
 
 # What each process saw and did, saved to FOLDER/SURROGATE-RANK.pt: its own gradients and the averaged ones of every step.

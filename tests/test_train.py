@@ -19,7 +19,7 @@ from report import read_checkpoint
 
 ROOT = Path(train.__file__).parent
 TINY = ["--width", "4", "--train-size", "260", "--batch-size", "64", "--epochs", "3", "--warmup", "1", "--attack-epochs", "1",
-        "--attack-blocks", "1", "--attack-channels", "8"]
+        "--bottleneck", "2", "--attack-blocks", "1", "--attack-channels", "8"]
 SURROGATES = ("none", "gmm", "cluster", "gated", "slot")
 DEFENSES = ("none", "dropout", "distcorr", "patrol", "noise_arl")
 
@@ -143,8 +143,8 @@ def test_statistics_are_those_of_the_training_features(tmp_path, surrogate):
 def test_batchnorm_makes_no_difference_that_matters(tmp_path):
     """Centres are fitted on eval-mode features and used on train-mode ones: on the same images the loss is the same within
     a few percent and the gradient keeps its direction. (In this tiny run the cosine is 0.87; in the default run 0.99.)"""
-    go(tmp_path, "--surrogate", "cluster", "--attack", "none", "--epochs", "8", "--train-size", "300", "--batch-size", "32")
-    args = parse([*TINY, "--surrogate", "cluster", "--train-size", "300", "--batch-size", "32"])
+    go(tmp_path, "--surrogate", "cluster", "--bottleneck", "8", "--attack", "none", "--epochs", "8", "--train-size", "300", "--batch-size", "32")
+    args = parse([*TINY, "--surrogate", "cluster", "--bottleneck", "8", "--train-size", "300", "--batch-size", "32"])
     run = train.Run(args, data.load("shapes", train_size=300))
     run.load(read_checkpoint(tmp_path / "run" / "checkpoint.pt"))
     x, y = run.splits.train.float(), run.splits.train.y
