@@ -14,6 +14,7 @@ from report import LABEL_WIDTH, UserError, write, write_atomic
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results"
 SURROGATES, ATTACKERS = tuple(DEFAULTS), tuple(ATTACKS)
+METHODS = ("none", "gmm", "cluster", "cluster_k1", "gated", "slot")  # rows of the CIFAR-10 tables; cluster_k1 is cluster with K = 1
 OF_SURROGATE = ("lambd", "scale", "warmup", "ramp", "eta_ref", "clip", "stash", "var_threshold", "floor", "pool", "refresh_every", "refresh_samples",
                 "variance")  # settings that mean nothing without one
 PICTURED = ("shapes", "cpu")  # grids whose first seed's pictures stand in a figure
@@ -143,11 +144,11 @@ def results_table(found, step_cost):
         if attacked:
             method, setting = label.split("-", 1)
             accuracy, error, own_gain, bits, n = point_columns(results, noise)
-            rows.append((SURROGATES.index(method), [
+            rows.append((METHODS.index(method), [
                 method, setting, accuracy, error,
                 f"{mean_std([strongest_mse(r) for r in attacked], digits=4)} ({', '.join(sorted({r['strongest']['test'] for r in attacked}))})",
                 mean_std([r["attacks"]["decoder"]["test"]["ssim"] for r in results], digits=3), bits,
-                "1" if method == "none" else f"{step_cost[method]:.2f}" if method in step_cost else "–", "1" if method == "none" else own_gain, n]))
+                "1" if method == "none" else f"{step_cost[of]:.2f}" if (of := method.split("_")[0]) in step_cost else "–", "1" if method == "none" else own_gain, n]))
     return markdown(["method", "setting", "accuracy %", "decoder MSE (test)", "strongest MSE (its images, first seed)", "SSIM", "leakage, bits ≤",
                      "cost of a step", "gain over noise alone (95 %)", "n"], [row for _, row in sorted(rows)])
 
@@ -162,7 +163,7 @@ def gain_table(found):
     """Every method's curve, its gain at equal accuracy over noise alone and over the statistical surrogates, and its leakage beside that of noise alone."""
     by_method, bits = ({method: whole_curves(seeds) for method, seeds in curves(found, of).items()} for of in (point, bits_point))
     rows = []
-    for method in [s for s in SURROGATES if s in by_method]:
+    for method in [s for s in METHODS if s in by_method]:
         seeds = by_method[method]
         over = [show_gain(*gain_interval(seeds, by_method.get(other, {}))) if other != method else "1" for other in COMPARED]
         fewer = "1" if method == "none" else show_gain(*gain_interval(bits[method], bits.get("none", {})))
@@ -263,7 +264,7 @@ def draw_curves(by_method, path):
         return
     figure = Figure(figsize=(7, 4.5))
     axes = figure.add_subplot()
-    for i, method in enumerate(s for s in SURROGATES if s in by_method):
+    for i, method in enumerate(s for s in METHODS if s in by_method):
         for j, (_, points) in enumerate(sorted(by_method[method].items())):
             accuracies, errors = zip(*front(points))
             axes.plot([100 * a for a in accuracies], errors, "o-", color=f"C{i}", linewidth=1, markersize=3, label=method if j == 0 else None)
@@ -305,7 +306,7 @@ def report(results=RESULTS, readme_path=ROOT / "README.md"):
         readme = fill(readme, "gain", gain_table(cifar))
         draw_curves(curves(cifar), results / "curves.png")
         shown = {re.sub("-sigma", "\nsigma ", re.sub("-lambda.*|-seed0$", "", name)): results / "cpu" / f"{name}.png"
-                 for name, r in sorted(cifar.items(), key=lambda item: SURROGATES.index(item[0].split("-")[0]))
+                 for name, r in sorted(cifar.items(), key=lambda item: METHODS.index(item[0].split("-")[0]))
                  if name.endswith("-seed0") and len(r["attacks"]) > 1}
         if shown:
             stack_rows(shown, results / "cifar.png")

@@ -74,7 +74,7 @@ def test_every_cell_of_every_preset_is_a_command_that_train_takes():
         for name, flags in bench.cells(preset):
             args = parse(flags.split())
             assert f"seed{args.seed}" in name.split("-")
-            assert args.surrogate in re.split("[-+]", name) or args.surrogate == "none"
+            assert args.surrogate in re.split("[-+_]", name) or args.surrogate == "none"
 
 
 TINY = ("--width 4 --bottleneck 2 --train-size 200 --batch-size 64 --epochs 2 --warmup 1 --attack-epochs 1 --attack-blocks 1 --attack-channels 8 "
