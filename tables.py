@@ -308,6 +308,7 @@ def report(results=RESULTS, readme_path=ROOT / "README.md"):
         shown = {re.sub("-sigma", "\nsigma ", re.sub("-lambda.*|-seed0$", "", name)): results / "cpu" / f"{name}.png"
                  for name, r in sorted(cifar.items(), key=lambda item: METHODS.index(item[0].split("-")[0]))
                  if name.endswith("-seed0") and len(r["attacks"]) > 1}
+        shown = {label: file for label, file in shown.items() if file.exists()}
         if shown:
             stack_rows(shown, results / "cifar.png")
     for topic, table in ablation_tables(load_cells("ablations", results), short).items():
