@@ -67,31 +67,38 @@ def strength_cells():
 CPU = "--dataset DATA/cifar10 --train-size 10000 --epochs 16 --shift 0 --attack-epochs 4"
 SHORT = CPU.replace("--epochs 16", "--epochs 8")
 ALL_ATTACKERS = "--attack decoder,gan,whitebox --whitebox-images 32"
-CPU_SIGMAS = (0.1, 0.2, 0.3, 0.5)  # noise alone
-CPU_LAMBDAS = {"gmm": (0.0004, 0.0008, 0.0016, 0.0032), "cluster": (0.1, 0.2, 0.4, 0.8), "cluster_k1": (0.1, 0.2, 0.4, 0.8), "gated": (1, 2, 4, 8), "slot": (2.5, 5, 10, 20)}
-IN_TABLE = {"none": (0.1, 0.2), "gmm": (0.0008,), "cluster": (0.2,), "cluster_k1": (0.2,), "gated": (2,), "slot": (5,)}  # the first seed of these meets all attackers
+# method: what is swept, its flags, its values; σ is 0.1 where nothing else is said
+CURVES = {"none": ("sigma", "--sigma {}", (0.1, 0.2, 0.3, 0.5)),
+          "gmm": ("lambda", "--surrogate gmm --lambd {}", (0.0004, 0.0008, 0.0016, 0.0032)),
+          "cluster": ("lambda", "--surrogate cluster --lambd {}", (0.1, 0.2, 0.4, 0.8)),
+          "cluster_k1": ("lambda", "--surrogate cluster --clusters 1 --lambd {}", (0.1, 0.2, 0.4, 0.8)),
+          "gated": ("lambda", "--surrogate gated --lambd {}", (1, 2, 4, 8)),
+          "slot": ("lambda", "--surrogate slot --lambd {}", (2.5, 5, 10, 20)),
+          "distcorr": ("strength", "--defense distcorr --distcorr {}", (0.3, 1)),
+          "distcorr_cluster": ("lambda", "--defense distcorr --surrogate cluster --lambd {}", (0.1, 0.2, 0.4))}
+IN_TABLE = {"none": (0.1, 0.2), "gmm": (0.0008,), "cluster": (0.2,), "cluster_k1": (0.2,), "gated": (2,), "slot": (5,), "distcorr": (0.3,),
+            "distcorr_cluster": (0.2,)}  # the first seed of these meets all attackers
 
 
-def curve_cells(flags, sigmas, lambdas):
-    """Noise alone over σ, each surrogate over λ at σ = 0.1; what stands in the table meets all attackers on the first seed."""
+def curve_cells(flags, curves):
     grid = {}
     for seed in SEEDS:
-        for s, values in {"none": sigmas, **lambdas}.items():
+        for method, (knob, own, values) in curves.items():
             for v in values:
-                own = f"--sigma {v}" if s == "none" else f"--surrogate {s} --lambd {v}".replace("cluster_k1", "cluster --clusters 1")
-                grid[f"{s}-{'sigma' if s == 'none' else 'lambda'}{v}-seed{seed}"] = \
-                    f"{flags} {own} --seed {seed}" + (f" {ALL_ATTACKERS}" if v in IN_TABLE[s] and seed == 0 else "")
+                attackers = f" {ALL_ATTACKERS}" if v in IN_TABLE[method] and seed == 0 else ""
+                grid[f"{method}-{knob}{v}-seed{seed}"] = f"{flags} {own.format(v)} --seed {seed}{attackers}"
     return grid
 
 
 def cpu_cells():
-    """CIFAR-10, 10,000 images, a narrow network: the curves."""
-    return curve_cells(CPU, CPU_SIGMAS, CPU_LAMBDAS)
+    """CIFAR-10, 10,000 images, a narrow network: noise alone over σ, each surrogate over λ; what stands in the table meets all attackers on the first seed."""
+    return curve_cells(CPU, CURVES)
 
 
 def short_cells():
     """The same in half the epochs, surrogates at their default λ: what baselines and ablations are compared with."""
-    return curve_cells(SHORT, (0.1, 0.15, 0.2, 0.3, 0.5), {s: IN_TABLE[s] for s in SURROGATES[1:]})
+    surrogates = {s: (*CURVES[s][:2], IN_TABLE[s]) for s in SURROGATES[1:]}
+    return curve_cells(SHORT, {"none": (*CURVES["none"][:2], (0.1, 0.15, 0.2, 0.3, 0.5)), **surrogates})
 
 
 def baseline_cells():
