@@ -76,10 +76,12 @@ CURVES = {"none": ("sigma", "--sigma {}", (0.1, 0.2, 0.3, 0.5)),
           "slot": ("lambda", "--surrogate slot --lambd {}", (2.5, 5, 10, 20)),
           "distcorr": ("strength", "--defense distcorr --distcorr {}", (0.3, 1)),
           "distcorr_cluster": ("lambda", "--defense distcorr --surrogate cluster --lambd {}", (0.1, 0.2, 0.4)),
+          "noise_arl": ("strength", "--defense noise_arl --noise-arl {}", (1,)),
+          "noise_arl_cluster": ("lambda", "--defense noise_arl --surrogate cluster --lambd {}", (0.1, 0.2, 0.4)),
           "patrol": ("strength", "--defense patrol --patrol {}", (0.3,)),
           "patrol_cluster": ("lambda", "--defense patrol --surrogate cluster --lambd {}", (0.1, 0.2, 0.4))}
 IN_TABLE = {"none": (0.1, 0.2), "gmm": (0.0008,), "cluster": (0.2,), "cluster_k1": (0.2,), "gated": (2,), "slot": (5,), "distcorr": (0.3,),
-            "distcorr_cluster": (0.2,), "patrol": (0.3,), "patrol_cluster": (0.2,)}  # the first seed of these meets all attackers
+            "distcorr_cluster": (0.2,), "noise_arl": (1,), "noise_arl_cluster": (0.2,), "patrol": (0.3,), "patrol_cluster": (0.2,)}  # the first seed of these meets all attackers
 
 
 def curve_cells(flags, curves):

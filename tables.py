@@ -14,7 +14,7 @@ from report import LABEL_WIDTH, UserError, write, write_atomic
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results"
 SURROGATES, ATTACKERS = tuple(DEFAULTS), tuple(ATTACKS)
-METHODS = (*SURROGATES, "cluster_k1", "distcorr", "distcorr_cluster", "patrol", "patrol_cluster")  # rows of the CIFAR-10 tables; cluster_k1 is cluster with K = 1
+METHODS = (*SURROGATES, "cluster_k1", "distcorr", "distcorr_cluster", "noise_arl", "noise_arl_cluster", "patrol", "patrol_cluster")  # rows of the CIFAR-10 tables; cluster_k1 is cluster with K = 1
 OF_SURROGATE = ("lambd", "scale", "warmup", "ramp", "eta_ref", "clip", "stash", "var_threshold", "floor", "pool", "refresh_every", "refresh_samples",
                 "variance")  # settings that mean nothing without one
 PICTURED = ("shapes", "cpu")  # grids whose first seed's pictures stand in a figure
