@@ -305,7 +305,7 @@ def report(results=RESULTS, readme_path=ROOT / "README.md"):
         readme = fill(readme, "cpu", results_table(cifar, speed.step_cost(measured)))
         readme = fill(readme, "gain", gain_table(cifar))
         draw_curves(curves(cifar), results / "curves.png")
-        shown = {re.sub("-sigma", "\nsigma ", re.sub("-lambda.*|-seed0$", "", name)): results / "cpu" / f"{name}.png"
+        shown = {re.sub("-sigma", "\nsigma ", re.sub("-(lambda|strength).*|-seed0$", "", name)).replace("_cluster", "\n+ cluster"): results / "cpu" / f"{name}.png"
                  for name, r in sorted(cifar.items(), key=lambda item: METHODS.index(item[0].split("-")[0]))
                  if name.endswith("-seed0") and len(r["attacks"]) > 1}
         shown = {label: file for label, file in shown.items() if file.exists()}
