@@ -14,7 +14,8 @@ from report import LABEL_WIDTH, UserError, write, write_atomic
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results"
 SURROGATES, ATTACKERS = tuple(DEFAULTS), tuple(ATTACKS)
-METHODS = (*SURROGATES, "cluster_k1", "distcorr", "distcorr_cluster", "noise_arl", "noise_arl_cluster", "patrol", "patrol_cluster")  # rows of the CIFAR-10 tables; cluster_k1 is cluster with K = 1
+METHODS = (*SURROGATES, "cluster_k1", "distcorr", "distcorr_cluster", "noise_arl", "noise_arl_cluster", "patrol",
+           "patrol_cluster")  # rows of the CIFAR-10 tables; cluster_k1 is cluster with K = 1
 OF_SURROGATE = ("lambd", "scale", "warmup", "ramp", "eta_ref", "clip", "stash", "var_threshold", "floor", "pool", "refresh_every", "refresh_samples",
                 "variance")  # settings that mean nothing without one
 PICTURED = ("shapes", "cpu")  # grids whose first seed's pictures stand in a figure
@@ -69,7 +70,7 @@ def bits_point(r):
 
 
 def curves(found, point=point):
-    """{method: {seed: [(accuracy, decoder MSE on test)]}} from {name: results}; the method is the name's first word."""
+    """{method: {seed: [(accuracy, decoder MSE on test)]}}, or another `point`, from {name: results}; the method is the name's first word."""
     found_curves = {}
     for name, r in found.items():
         found_curves.setdefault(name.split("-")[0], {}).setdefault(r["config"]["seed"], []).append(point(r))
@@ -242,9 +243,11 @@ def strength_table(found):
 # ------------------------------------------------------------------------------------------------ figures
 
 def stack_rows(pictures, path, columns=10):
-    """One sheet from reconstructions.png files: the originals of the first, then the decoder's row of each {label: file}."""
+    """One sheet from reconstructions.png files: the originals of the first, then the decoder's row of each {label: file} that is there."""
     from PIL import Image, ImageDraw  # comes with torchvision
-    sheets = {label: Image.open(file) for label, file in pictures.items()}
+    sheets = {label: Image.open(file) for label, file in pictures.items() if file.exists()}
+    if not sheets:
+        return
     first = next(iter(sheets.values()))
     side = (first.width - LABEL_WIDTH) // columns
     out = Image.new("RGB", (first.width, side * (len(sheets) + 1)), "white")
@@ -293,8 +296,7 @@ def report(results=RESULTS, readme_path=ROOT / "README.md"):
     groups = {s: shapes[s] for s in SURROGATES if s in shapes}
     if groups:
         readme = fill(readme, "shapes", summary_table(groups))
-        pictures = {s: results / "shapes" / f"{s}-seed0.png" for s in groups if (results / "shapes" / f"{s}-seed0.png").exists()}
-        stack_rows(pictures, results / "first-screen.png")
+        stack_rows({s: results / "shapes" / f"{s}-seed0.png" for s in groups}, results / "first-screen.png")
     measured = speed.load(results)
     if measured:
         readme = fill(readme, "speed", speed.table(measured))
@@ -308,12 +310,10 @@ def report(results=RESULTS, readme_path=ROOT / "README.md"):
         shown = {re.sub("-sigma", "\nsigma ", re.sub("-(lambda|strength).*|-seed0$", "", name)).replace("_cluster", "\n+ cluster"): results / "cpu" / f"{name}.png"
                  for name, r in sorted(cifar.items(), key=lambda item: METHODS.index(item[0].split("-")[0]))
                  if name.endswith("-seed0") and len(r["attacks"]) > 1}
-        shown = {label: file for label, file in shown.items() if file.exists()}
-        if shown:
-            stack_rows(shown, results / "cifar.png")
+        stack_rows(shown, results / "cifar.png")
     for topic, table in ablation_tables(load_cells("ablations", results), short).items():
         readme = fill(readme, topic, table)
-    undefended = {name: r for wanted in UNDEFENDED for name, r in short.items() if name == wanted}
+    undefended = {name: short[name] for name in UNDEFENDED if name in short}
     compared = lambda found: points_table(undefended | dict(sorted(found.items(), key=lambda item: item[0].split("-"))), noise_alone(short))
     for name, table in (("defenses", lambda found: summary_table(by_setting(found))), ("datasets", datasets_table),
                         ("audit", audit_table), ("strength", strength_table), ("baselines", compared)):

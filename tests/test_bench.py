@@ -69,6 +69,10 @@ def test_shards_cover_the_grid_once():
         bench.cells("nothing")
 
 
+def test_every_curve_has_a_row():
+    assert sorted(bench.CURVES) == sorted(tables.METHODS)
+
+
 def test_every_cell_of_every_preset_is_a_command_that_train_takes():
     for preset in bench.PRESETS:
         for name, flags in bench.cells(preset):
