@@ -8,7 +8,8 @@ the accuracies that both reach,
 
 as a Bjøntegaard delta compares two codecs. 1.3 means: at the same accuracy an attacker's error is 1.3 times as large. A
 single point is compared with the other curve at its own accuracy.
-The interval comes from the seeds: the gain of each seed's own pair of curves, mean ± t·std/√n (95 %, Student's t).
+The interval comes from the seeds, g the log of the gain of each seed's own pair of curves: exp(mean g ± t·std g/√n), 95 %, Student's t.
+In the log, a gain and its inverse are equally far from 1, and no interval reaches below 0.
 
     gain([(0.50, 0.030), (0.60, 0.020)], [(0.48, 0.025), (0.62, 0.015)])
     gain_interval({0: points, 1: points, 2: points}, {0: ..., 1: ..., 2: ...})        # {seed: points} of both
@@ -56,12 +57,12 @@ def gains_by_seed(a_by_seed, b_by_seed):
 
 
 def gain_interval(a_by_seed, b_by_seed):
-    """-> (mean gain, low, high, n) over those seeds; low and high are None for one seed."""
-    gains = list(gains_by_seed(a_by_seed, b_by_seed).values())
-    if not gains:
+    """-> (geometric mean of the gains, low, high, n) over those seeds; low and high are None for one seed."""
+    logs = [math.log(g) for g in gains_by_seed(a_by_seed, b_by_seed).values()]
+    if not logs:
         return None, None, None, 0
-    mean = statistics.fmean(gains)
-    if len(gains) == 1:
-        return mean, None, None, 1
-    half = STUDENT_95[len(gains) - 1] * statistics.stdev(gains) / math.sqrt(len(gains))
-    return mean, mean - half, mean + half, len(gains)
+    mean = statistics.fmean(logs)
+    if len(logs) == 1:
+        return math.exp(mean), None, None, 1
+    half = STUDENT_95[len(logs) - 1] * statistics.stdev(logs) / math.sqrt(len(logs))
+    return math.exp(mean), math.exp(mean - half), math.exp(mean + half), len(logs)

@@ -53,8 +53,9 @@ def test_interval_over_seeds():
     a = {s: curve(k, [0.5, 0.9]) for s, k in enumerate((1.2, 1.3, 1.4))}
     b = {s: curve(1, [0.5, 0.9]) for s in range(3)}
     mean, low, high, n = gain.gain_interval(a, b)
-    half = 4.303 * 0.1 / math.sqrt(3)
-    assert (mean, low, high, n) == (pytest.approx(1.3), pytest.approx(1.3 - half), pytest.approx(1.3 + half), 3)
+    middle, factor = (1.2 * 1.3 * 1.4) ** (1 / 3), math.exp(4.303 * statistics.stdev(map(math.log, (1.2, 1.3, 1.4))) / math.sqrt(3))
+    assert (mean, low, high, n) == (pytest.approx(middle), pytest.approx(middle / factor), pytest.approx(middle * factor), 3)
+    assert gain.gain_interval(b, a)[:3] == (pytest.approx(1 / mean), pytest.approx(1 / high), pytest.approx(1 / low))
     assert gain.gain_interval({0: a[0]}, b)[1:] == (None, None, 1)
 
 
@@ -191,7 +192,7 @@ def test_points_table_measures_each_point_against_noise_at_its_own_accuracy():
              "gated-x=1-seed0": run_at(0, 0.7, 0.01)}
     rows = rows_of(tables.points_table(found, tables.curves(NOISE)["none"]))
     assert rows[0] == ["cluster-K=1", "0.0250", "55.0", "0.0300", "1.50", "50", "1"]
-    assert rows[1][0] == "slot-off=a,b" and rows[1][4].startswith("1.50 (") and rows[1][6] == "2"
+    assert rows[1][0] == "slot-off=a,b" and rows[1][4].startswith("1.41 (") and rows[1][6] == "2"
     assert rows[2][4] == "–"  # noise alone does not reach its accuracy
     found["cluster-K=1-seed1"] = run_at(1, 0.3, 0.1)
     assert rows_of(tables.points_table(found, tables.curves(NOISE)["none"]))[0][4] == "1.50 [1 of 2 seeds]"
@@ -205,8 +206,8 @@ def test_results_table_shows_what_several_attackers_met():
     rows = rows_of(tables.results_table(found, {"gated": 1.234}))
     assert rows[0] == ["none", "sigma2", "50.0", "0.0400", "0.0350 (gan)", "0.500", "50", "1", "1", "1"]
     assert rows[1][:5] == ["gated", "lambda3", "55.0 ± 0.0", "0.0260 ± 0.0028", "0.0250 ± 0.0071 (gan)"]
-    half = 12.706 * statistics.stdev([1.2, 1.4]) / math.sqrt(2)
-    assert rows[1][7:] == ["1.23", f"1.30 ({1.3 - half:.2f} to {1.3 + half:.2f})", "2"] and len(rows) == 2
+    factor = math.exp(12.706 * math.log(1.4 / 1.2) / 2)  # for two values t·std/√2 is t/2 of their distance
+    assert rows[1][7:] == ["1.23", f"{math.sqrt(1.2 * 1.4):.2f} ({math.sqrt(1.2 * 1.4) / factor:.2f} to {math.sqrt(1.2 * 1.4) * factor:.2f})", "2"] and len(rows) == 2
 
 
 def test_gain_table_compares_whole_curves():
