@@ -158,7 +158,8 @@ def cells(preset, shard="1/1", only=""):
     match = re.fullmatch(r"(\d+)/(\d+)", shard)
     if not match or not 1 <= int(match[1]) <= int(match[2]):
         raise UserError(f"--shard {shard}: write I/N with 1 <= I <= N, as in 2/4.")
-    chosen = [(name, flags) for name, flags in PRESETS[preset]().items() if only in name]
+    grid = PRESETS[preset]()
+    chosen = [(name, flags) for name, flags in grid.items() if (name == only if only in grid else only in name)]
     if not chosen:
         raise UserError(f"--only {only}: no cell of {preset} has that in its name; see python bench.py list --preset {preset}.")
     return chosen[int(match[1]) - 1::int(match[2])]
@@ -203,7 +204,7 @@ def main(argv=None):
     p.add_argument("--preset", default="shapes", help=f"which grid: {', '.join(PRESETS)}")
     p.add_argument("--data", default="DATA", help="folder that holds the image folders")
     p.add_argument("--shard", default="1/1", help="I/N: every N-th cell, beginning with the I-th")
-    p.add_argument("--only", default="", help="cells, or parts of speed, whose name contains this")
+    p.add_argument("--only", default="", help="cells, or parts of speed, whose name contains this; a whole name: that cell alone")
     p.add_argument("--runs-dir", default="runs", help="where the runs themselves go")
     try:
         args = p.parse_args(argv)

@@ -145,11 +145,13 @@ def results_table(found, step_cost):
         if attacked:
             method, setting = label.split("-", 1)
             accuracy, error, own_gain, bits, n = point_columns(results, noise)
+            of = method.split("_")[0]  # cluster_k1 costs what cluster does
+            cost = "1" if method == "none" else f"{step_cost[of]:.2f}" if of in step_cost else "–"
             rows.append((METHODS.index(method), [
                 method, setting, accuracy, error,
                 f"{mean_std([strongest_mse(r) for r in attacked], digits=4)} ({', '.join(sorted({r['strongest']['test'] for r in attacked}))})",
                 mean_std([r["attacks"]["decoder"]["test"]["ssim"] for r in results], digits=3), bits,
-                "1" if method == "none" else f"{step_cost[of]:.2f}" if (of := method.split("_")[0]) in step_cost else "–", "1" if method == "none" else own_gain, n]))
+                cost, "1" if method == "none" else own_gain, n]))
     return markdown(["method", "setting", "accuracy %", "decoder MSE (test)", "strongest MSE (its images, first seed)", "SSIM", "leakage, bits ≤",
                      "cost of a step", "gain over noise alone (95 %)", "n"], [row for _, row in sorted(rows)])
 
@@ -258,6 +260,12 @@ def stack_rows(pictures, path, columns=10):
     write_atomic(path, lambda temporary: out.save(temporary, format="PNG"))
 
 
+def picture_label(name):
+    """none-sigma0.1-seed0 -> none, sigma 0.1; noise_arl_cluster-lambda0.2-seed0 -> noise_arl, + cluster; a comma is a new line."""
+    method, setting = name.split("-")[:2]
+    return method.replace("_cluster", "\n+ cluster") + (setting.replace("sigma", "\nsigma ") if method == "none" else "")
+
+
 def draw_curves(by_method, path):
     """Accuracy against MSE, every seed a thin line, from {method: {seed: points}}; without matplotlib one line says what is missing."""
     try:
@@ -307,10 +315,9 @@ def report(results=RESULTS, readme_path=ROOT / "README.md"):
         readme = fill(readme, "cpu", results_table(cifar, speed.step_cost(measured)))
         readme = fill(readme, "gain", gain_table(cifar))
         draw_curves(curves(cifar), results / "curves.png")
-        shown = {re.sub("-sigma", "\nsigma ", re.sub("-(lambda|strength).*|-seed0$", "", name)).replace("_cluster", "\n+ cluster"): results / "cpu" / f"{name}.png"
-                 for name, r in sorted(cifar.items(), key=lambda item: METHODS.index(item[0].split("-")[0]))
-                 if name.endswith("-seed0") and len(r["attacks"]) > 1}
-        stack_rows(shown, results / "cifar.png")
+        in_table = [name for name, r in cifar.items() if name.endswith("-seed0") and len(r["attacks"]) > 1]
+        in_table.sort(key=lambda name: METHODS.index(name.split("-")[0]))
+        stack_rows({picture_label(name): results / "cpu" / f"{name}.png" for name in in_table}, results / "cifar.png")
     for topic, table in ablation_tables(load_cells("ablations", results), short).items():
         readme = fill(readme, topic, table)
     undefended = {name: short[name] for name in UNDEFENDED if name in short}

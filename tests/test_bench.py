@@ -70,6 +70,17 @@ def test_shards_cover_the_grid_once():
         bench.cells("nothing")
 
 
+def test_only_a_whole_name_takes_that_cell_alone():
+    """distcorr_cluster-lambda0.4-seed0 contains the name too."""
+    assert [name for name, _ in bench.cells("cpu", only="cluster-lambda0.4-seed0")] == ["cluster-lambda0.4-seed0"]
+    assert len(bench.cells("cpu", only="cluster-lambda0.4")) == 12 and len(bench.cells("cpu", only="cluster-lambda0.4-seed0", shard="2/2")) == 0
+
+
+def test_pictures_are_labelled_by_method_and_noise():
+    labels = {"none-sigma0.1-seed0": "none\nsigma 0.1", "gated-lambda2-seed0": "gated", "noise_arl_cluster-lambda0.2-seed0": "noise_arl\n+ cluster"}
+    assert {name: tables.picture_label(name) for name in labels} == labels
+
+
 def test_every_curve_has_a_row():
     assert sorted(bench.CURVES) == sorted(tables.METHODS)
 
