@@ -162,6 +162,11 @@ def whole_curves(by_seed):
     return {seed: points for seed, points in by_seed.items() if len(points) == most}
 
 
+def mean_points(by_seed):
+    """Each setting's point, the mean over those seeds."""
+    return [tuple(map(statistics.fmean, zip(*points))) for points in zip(*whole_curves(by_seed).values())]
+
+
 def gain_table(found):
     """Every method's curve, its gain at equal accuracy over noise alone and over the statistical surrogates, and its leakage beside that of noise alone."""
     by_method, bits = ({method: whole_curves(seeds) for method, seeds in curves(found, of).items()} for of in (point, bits_point))
@@ -214,15 +219,18 @@ def datasets_table(found):
 def ablation_tables(found, reference):
     """-> {topic: table}; every changed setting below the unchanged one (from `reference`, the cells of the curves), and its gain over that
     one's, the mean of the seeds that have both. The gain of a cell behind another cut is over noise alone behind that cut."""
-    groups, noise, by_topic = by_setting(found), noise_alone(reference), {}
-    unchanged = {label.split("-")[0]: results for label, results in by_setting(reference).items() if any(len(r["attacks"]) > 1 for r in results)}
+    groups, noise, by_topic, unchanged = by_setting(found), noise_alone(reference), {}, {}
+    for label, results in by_setting(reference).items():
+        if any(len(r["attacks"]) > 1 for r in results):
+            method, setting = label.split("-", 1)
+            unchanged.setdefault(method, {})["nothing" if method != "none" else setting.replace("sigma", "sigma=")] = results
     for topic, knobs in TOPICS.items():
         rows = []
-        for method in SURROGATES[1:]:
+        for method in SURROGATES:
             changed = {label.split("-", 1)[1]: r for label, r in groups.items() if re.match(f"{method}-({'|'.join(knobs)})=", label)}
-            before = gains_by_seed(own_points(unchanged.get(method, [])), noise)
-            if changed and method in unchanged:
-                rows.append([method, "nothing", *point_columns(unchanged[method], noise), "1"])
+            before = gains_by_seed(own_points(unchanged.get(method, {}).get("nothing", [])), noise)
+            if changed:
+                rows += [[method, setting, *point_columns(r, noise), "1"] for setting, r in unchanged.get(method, {}).items()]
             for change, results in changed.items():
                 cut = re.search(r"cut=\d+", change)
                 beside = noise_alone({name: r for name, r in found.items() if name.startswith(f"none-{cut[0]},")}) if cut else noise
@@ -267,7 +275,8 @@ def picture_label(name):
 
 
 def draw_curves(by_method, path):
-    """Accuracy against MSE, every seed a thin line, from {method: {seed: points}}; without matplotlib one line says what is missing."""
+    """Accuracy against MSE from {method: {seed: points}}: every seed a thin line, and a thick one through the means of the seeds that ran every
+    setting; without matplotlib one line says what is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -276,9 +285,10 @@ def draw_curves(by_method, path):
     figure = Figure(figsize=(7, 4.5))
     axes = figure.add_subplot()
     for i, method in enumerate(s for s in METHODS if s in by_method):
-        for j, (_, points) in enumerate(sorted(by_method[method].items())):
+        for points, look in [*((points, dict(linewidth=0.6, markersize=1.5, alpha=0.4)) for points in by_method[method].values()),
+                             (mean_points(by_method[method]), dict(linewidth=1.8, markersize=5, label=method))]:
             accuracies, errors = zip(*front(points))
-            axes.plot([100 * a for a in accuracies], errors, "o-", color=f"C{i}", linewidth=1, markersize=3, label=method if j == 0 else None)
+            axes.plot([100 * a for a in accuracies], errors, "o-", color=f"C{i}", **look)
     axes.set(xlabel="accuracy on test images, %", ylabel="decoder's MSE on test images", yscale="log")
     axes.yaxis.set_major_formatter("{x:.3f}")
     axes.yaxis.set_minor_formatter("{x:.3f}")

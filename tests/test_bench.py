@@ -229,6 +229,11 @@ def test_gain_table_compares_whole_curves():
     assert rows[2][2:] == ["2.60", "–", "2.00", "1.00", "1"]
 
 
+def test_the_mean_curve_takes_the_seeds_that_ran_every_setting():
+    by_seed = {0: [(0.6, 0.01), (0.5, 0.04)], 1: [(0.7, 0.03), (0.4, 0.02)], 2: [(0.1, 9.0)]}
+    assert tables.mean_points(by_seed) == [(pytest.approx(0.65), pytest.approx(0.02)), (pytest.approx(0.45), pytest.approx(0.03))]
+
+
 def test_ablations_stand_below_the_unchanged_setting_and_beside_noise_behind_the_same_cut():
     reference = {**NOISE, "cluster-lambda2-seed0": run_at(0, 0.55, 0.03, common=0.03), "cluster-lambda3-seed0": run_at(0, 0.5, 1.0)}
     found = {"cluster-clusters=8-seed0": run_at(0, 0.55, 0.024), "cluster-form=lin,lambd=8-seed0": run_at(0, 0.55, 0.02), "cluster-cut=3-seed0": run_at(0, 0.55, 0.03),
@@ -237,7 +242,10 @@ def test_ablations_stand_below_the_unchanged_setting_and_beside_noise_behind_the
     assert list(by_topic) == ["form", "clusters", "depth"]
     assert [row[:2] + [row[4]] for row in by_topic["form"]] == [["cluster", "nothing", "1.50"], ["cluster", "form=lin,lambd=8", "1.00"]]
     assert by_topic["form"][1][-1] == "0.67" and by_topic["clusters"][1][-1] == "0.80"
-    assert by_topic["clusters"][1][4] == "1.20" and by_topic["depth"][1][:2] + [by_topic["depth"][1][4]] == ["cluster", "cut=3", "3.00"]
+    assert by_topic["clusters"][1][4] == "1.20"
+    assert [row[:2] + [row[4]] for row in by_topic["depth"]] == [
+        ["none", "cut=3,sigma=0.1", "1.00"], ["none", "cut=3,sigma=0.2", "1.00"], ["none", "cut=1,sigma=0.2", "1.00"],
+        ["cluster", "nothing", "1.50"], ["cluster", "cut=3", "3.00"]]
 
 
 def test_datasets_are_compared_with_their_own_noise():
