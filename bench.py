@@ -132,6 +132,16 @@ def ablation_cells():
     return grid
 
 
+def long_cells():
+    """What stood out in the 8 epochs of the ablations, again in 16: the deeper cut, and less noise beside a larger λ."""
+    settings = {f"none-cut=3,sigma={sigma}": f"--cut 3 --sigma {sigma}" for sigma in DEPTH_SIGMAS} | {
+        "cluster-cut=3": "--cut 3 --surrogate cluster --lambd 0.2", "cluster-cut=3,clusters=1": "--cut 3 --surrogate cluster --clusters 1 --lambd 0.2",
+        "cluster-sigma=0.05,lambd=0.4": "--surrogate cluster --sigma 0.05 --lambd 0.4",
+        "cluster-sigma=0.05,lambd=0.4,clusters=1": "--surrogate cluster --clusters 1 --sigma 0.05 --lambd 0.4",
+        "cluster-sigma=0.025,lambd=0.8": "--surrogate cluster --sigma 0.025 --lambd 0.8"}
+    return {f"{label}-seed{seed}": f"{CPU} {flags} --seed {seed}" for seed in SEEDS for label, flags in settings.items()}
+
+
 def dataset_cells():
     """Tiny ImageNet (20 classes, made smaller) and the faces: noise alone over σ, and one operating point a surrogate at σ = 0.1."""
     flags = {"tiny": "--dataset DATA/tiny-imagenet-200 --image-size 32 --epochs 8 --shift 0 --attack-epochs 4",
@@ -148,7 +158,7 @@ def paper_cells():
 
 
 PRESETS = {"shapes": shapes_cells, "defenses": defense_cells, "audit": audit_cells, "strength": strength_cells, "cpu": cpu_cells, "short": short_cells,
-           "baselines": baseline_cells, "ablations": ablation_cells, "datasets": dataset_cells, "paper": paper_cells}
+           "baselines": baseline_cells, "ablations": ablation_cells, "long": long_cells, "datasets": dataset_cells, "paper": paper_cells}
 
 
 def cells(preset, shard="1/1", only=""):

@@ -330,6 +330,9 @@ def report(results=RESULTS, readme_path=ROOT / "README.md"):
         stack_rows({picture_label(name): results / "cpu" / f"{name}.png" for name in in_table}, results / "cifar.png")
     for topic, table in ablation_tables(load_cells("ablations", results), short).items():
         readme = fill(readme, topic, table)
+    again = ablation_tables(load_cells("long", results), cifar)
+    if again:
+        readme = fill(readme, "long", "\n\n".join(again.values()))
     undefended = {name: short[name] for name in UNDEFENDED if name in short}
     compared = lambda found: points_table(undefended | dict(sorted(found.items(), key=lambda item: item[0].split("-"))), noise_alone(short))
     for name, table in (("defenses", lambda found: summary_table(by_setting(found))), ("datasets", datasets_table),
