@@ -20,7 +20,7 @@ MIN_SIGMA = 1e-6  # below it σ² drowns in the rounding of a covariance
 GATES = ("cross_attention", "per_dim_gate", "snr_gate", "slot_mass", "class_gate")  # of slot, each can be switched off
 REFRESHED = ("gmm", "cluster")  # silent until their statistics were fitted at the end of the first epoch
 SHORT_RUN = 0.2  # of the epochs: the longest warm-up; of the steps behind it: the longest delay of a surrogate
-# Chosen on validation images (README, "How the defaults were chosen"): λ, γ, warm-up epochs.
+# README, "How the defaults were chosen": λ, γ, warm-up epochs.
 DEFAULTS = {"none": (0.0, 1.0, 0), "gmm": (0.0008, 1.0, 1), "cluster": (0.2, 1.0, 1), "gated": (2.0, 0.1, 5), "slot": (5.0, 0.25, 3)}
 
 
