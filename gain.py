@@ -66,3 +66,14 @@ def gain_interval(a_by_seed, b_by_seed):
         return math.exp(mean), None, None, 1
     half = STUDENT_95[len(logs) - 1] * statistics.stdev(logs) / math.sqrt(len(logs))
     return math.exp(mean), math.exp(mean - half), math.exp(mean + half), len(logs)
+
+
+def whole_curves(by_seed):
+    """The seeds that ran every setting."""
+    most = max(map(len, by_seed.values()))
+    return {seed: points for seed, points in by_seed.items() if len(points) == most}
+
+
+def mean_points(by_seed):
+    """Each setting's point, the mean over those seeds."""
+    return [tuple(map(statistics.fmean, zip(*points))) for points in zip(*whole_curves(by_seed).values())]

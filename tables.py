@@ -7,7 +7,7 @@ from pathlib import Path
 
 import speed
 from attack import ATTACKS
-from gain import front, gain_interval, gains_by_seed
+from gain import front, gain_interval, gains_by_seed, mean_points, whole_curves
 from options import DEFAULTS, NOT_SETTINGS, parse
 from report import LABEL_WIDTH, UserError, write, write_atomic
 
@@ -154,17 +154,6 @@ def results_table(found, step_cost):
                 cost, "1" if method == "none" else own_gain, n]))
     return markdown(["method", "setting", "accuracy %", "decoder MSE (test)", "strongest MSE (its images, first seed)", "SSIM", "leakage, bits ≤",
                      "cost of a step", "gain over noise alone (95 %)", "n"], [row for _, row in sorted(rows)])
-
-
-def whole_curves(by_seed):
-    """The seeds that ran every setting."""
-    most = max(map(len, by_seed.values()))
-    return {seed: points for seed, points in by_seed.items() if len(points) == most}
-
-
-def mean_points(by_seed):
-    """Each setting's point, the mean over those seeds."""
-    return [tuple(map(statistics.fmean, zip(*points))) for points in zip(*whole_curves(by_seed).values())]
 
 
 def gain_table(found):
