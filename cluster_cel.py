@@ -1,257 +1,236 @@
-"""Cluster CEL: the spread of every class around its K-means centres, squeezed below a threshold.
+"""Cluster CEL: the spread of each class about its K-means centres, squeezed below a threshold.
 
-Claim. Per class, the features of an epoch are clustered by K-means (stage 2, `refresh`). In the next epoch a batch is
-matched to those centres and its mean squared distance from them is penalised where it exceeds τ (stage 1, `forward`).
-The centres are constants of the batch, so the whole gradient goes to the encoder.
+    k*(z) = argmin_k ||z − μ_ck||²                                                    [A §3.3] step 2
+    v̂_ck  = mean of ||z − μ_ck||² over the batch's n_ck members of (c,k), 0 if none   [A §3.3] step 3
+    v̂_c   = Σ_k π_ck v̂_ck                                                             (1)
+    R(c)  = v̂_c ("lin"),   max(0, log(v̂_c + ε) − log(τ + ε)) ("log")                  [A §3.3] step 4
+    L     = Σ_c β_c R(c),   β_c = M_c / B                                             (2)
 
-    k*(z)  = argmin_k ||z − μ_ck||²                                           step 2
-    v̂_ck   = mean of ||z − μ_ck||² over the batch's members of cluster (c,k), 0 if it has none     step 3
-    v̂_c    = Σ_k π_ck v̂_ck                                                    (1)
-    R_lin  = v̂_c,   R_log = max(0, log(v̂_c + ε) − log(τ + ε))                 step 4
-    L      = Σ_c β_c R(c),   β_c = M_c / B                                    (2)
+B batch, C classes, D features, K clusters of a class, M_c samples of class c in the batch, N in all.
+refresh() finds the centres μ_ck, the shares π_ck (Σ_k π_ck = 1) and the variances v_ck by K-means [A §3.4].
+For a batch they are constants, so the whole gradient goes to the encoder:
 
-Gradient. k* is piecewise constant, μ and π are constants. For z in cluster (c,k) with n_ck members in the batch
-∂v̂_ck/∂z = (2/n_ck)(z − μ_ck), ∂v̂_c/∂v̂_ck = π_ck, ∂R_log/∂v̂_c = 1/(v̂_c + ε) where v̂_c > τ and 0 below, so
+    ∂L/∂z = β_c π_ck (2/n_ck) (z − μ_ck) / (v̂_c + ε)   where v̂_c > τ; "lin": always, without the denominator
 
-    ∂L/∂z = β_c π_ck (2/n_ck) (z − μ_ck) / (v̂_c + ε)    (log, where v̂_c > τ)
-    ∂L/∂z = β_c π_ck (2/n_ck) (z − μ_ck)                (lin)
+It points away from the centre; the descent step points towards it.
+variance="per_dim" takes v̂, the hinge and τ = var_threshold·σ² in each dimension, then their mean.
+"trace" sums the dimensions first, as [A] prints it; τ and ε are then D times as large.
 
-It points away from the centre; the descent step −∂L/∂z points towards it. variance="per_dim" is the same equation in
-each dimension d, with (z_d − μ_ckd)², v̂_cd and its own hinge, and the mean over the D dimensions at the end.
+form="released" is the loss of the released CEM code, which published tables call CEM. It has one number a
+cluster (v̂_ck and v_ck are means over the dimensions; `variance` is ignored), and ε = g0 = 0.01 (`floor` too):
 
-Shapes: B batch, C classes, D feature size, K clusters per class, M = M_c samples of class c in the batch,
-E = 1 (variance="trace") or D ("per_dim"), N samples of a refresh, n samples of one class in it.
+    a = min(0.99, 10 n_ck / (π_ck N/C)),   v = a v̂_ck + (1 − a) v_ck
+    L = 1/|classes in the batch| Σ_{c,k present} π_ck max(0, log(v + g0) − log(τ + g0))
+    ∂L/∂z = 20 (z − μ_ck) / (N D (v + g0))   where v > τ, a < 0.99 and the batch has all C classes
 
-    cel = ClusterCEL(num_classes=10, dim=512, tau=512 * 0.125 * 0.025**2, clusters=3)
-    cel.refresh(z_epoch, y_epoch)        # once per epoch (or every R epochs): features [N, 512], labels [N], no gradient
-    loss = cel(z, y)                     # z [B, 512] or [B, 8, 8, 8], y [B] int64
-    loss.backward()
-    cel.stats["variance"]                # v̂_c of the last batch, [C]
-    cel.state_dict()                     # holds centres, weights, variances
+It goes with K = 5 (other networks: 15) and λ = 16. That code looks π and v up by a sample counter: an error.
 
-τ: for "trace" the squared norm is compared, so τ = D · var_threshold · σ²; for "per_dim" τ = var_threshold · σ².
-eps is ε of seed 000 and the floor g0 (there called γ) of 001 and 003: one number inside both logs.
+    cel = ClusterCEL(num_classes=10, dim=512, sigma=0.1)
+    cel.refresh(z_all, y_all)          # the training set's features, once an epoch or more rarely
+    loss = cel(encoder(x), y)          # z [B, D] or [B, C, H, W], y [B] int64
+    cel.stats["missing"]               # share of π whose clusters have no member in the batch
 
-Left out, with zero gradient and counted in `stats`: rows with NaN or Inf ("nonfinite"), and samples of classes that no
-refresh has seen ("skipped", "skipped_classes"); before the first refresh these are all samples and L = 0. B is the whole
-batch, so what is left out weighs zero. A class of one sample, or of fewer than K, gets fewer clusters; the rest has
-π = 0 and is never matched. An empty v̂_ck counts as 0 in (1), as documented, so a batch with few samples per cluster
-underestimates v̂_c; stats["missing_mass"] is the share of π that found no member.
-
-Reference: seed 000 §3.2–3.4 (eq. 1, 2, steps 1–5), §7.1 (outliers), §8.1, appendix A.
-Differs from the documents in: step 1's pooling is the caller's (here: flatten); "the gradient points to the centre"
-(§6.2 step 4) is true of the descent step only; v_ck is stored for monitoring and for §7.1, no equation of stage 1 uses
-it; §7.1 leaves "truncate" and "re-initialise" open, `refresh` says what they mean here.
+A cluster without a member counts as 0 in (1), as printed, so small batches measure too small a spread.
+Differs from the documents in: ε = floor·σ²; pooling z (step 1) is the caller's; outliers as in fit_class().
+Left out, with gradient 0: rows with NaN or Inf, and classes that no refresh has seen.
 """
+
+import warnings
 
 import torch
 from torch import nn
 
-FORMS = ("log", "lin")
-VARIANCES = ("trace", "per_dim")
-OUTLIERS = ("keep", "truncate", "reseed")
-FEW = 0.25  # share of moved samples up to which K-means corrects its sums instead of forming them anew
-
-
-def kmeans(z, k, init=None, iters=50, generator=None):
-    """Lloyd's K-means of z [n, D] -> (centers [k, D], assign [n]); every centre is the mean of its members.
-
-    Starts from init [k, D] or from k-means++, stops when no assignment changes or after `iters` rounds. An empty cluster
-    takes the sample that is farthest from its centre. With fewer than k distinct samples the surplus clusters stay empty
-    and their centres are copies of the largest one's. `generator` is a CPU generator. Cost O(iters · n k D)."""
-    k_used = min(k, len(z))
-    centers = _plus_plus(z, k_used, generator) if init is None else init[:k_used]  # [k', D]
-    assign = torch.full((len(z),), -1, device=z.device)  # [n]
-    for _ in range(iters):
-        # argmin_k ||z − μ_k||² = argmin_k (||c_k||² + 2 m·c_k − 2 z·c_k), c_k = μ_k − m: no copy of z, little cancellation
-        m = centers.mean(0)
-        c = centers - m  # [k', D]
-        nearest = torch.addmm(c.square().sum(1) + 2 * (c @ m), z, c.T, alpha=-2).argmin(1)  # [n]
-        counts = torch.bincount(nearest, minlength=k_used)  # [k']
-        if counts.min() == 0:
-            counts = _fill_empty(z, centers, nearest, counts)
-        moved = (nearest != assign).nonzero().flatten()  # [m]
-        if len(moved) == 0:
-            break
-        # μ_k = Σ_{z in S_k} z / |S_k|; when few samples moved, only they change the sums
-        if len(moved) > FEW * len(z):
-            sums = torch.zeros_like(centers).index_add_(0, nearest, z)  # [k', D]
-        else:
-            change = _one_hot(nearest[moved], k_used, z) - _one_hot(assign[moved], k_used, z)  # [k', m]
-            sums = sums + change @ z.index_select(0, moved)
-        assign = nearest
-        centers = sums / counts.clamp(min=1)[:, None]
-    largest = centers[counts.argmax()]
-    centers = torch.where(counts[:, None] > 0, centers, largest)
-    return torch.cat([centers, largest.expand(k - k_used, -1)]), assign
-
-
-def _one_hot(assign, k, like):
-    return like.new_zeros(k, len(assign)).scatter_(0, assign[None], 1)  # [k, n]
-
-
-def _plus_plus(z, k, generator):
-    """k-means++: each next centre is a sample drawn with probability ∝ D², its squared distance from the nearest one so far."""
-    u = torch.rand(k, generator=generator).to(z)
-    chosen = [(u[0] * len(z)).long().clamp(max=len(z) - 1)]
-    d2 = z.new_full((len(z),), torch.inf)  # [n]
-    for j in range(1, k):
-        d2 = torch.minimum(d2, torch.linalg.vector_norm(z - z[chosen[-1]], dim=1).square())
-        cdf = d2.cumsum(0)
-        chosen.append(torch.searchsorted(cdf, u[j] * cdf[-1], right=True).clamp(max=len(z) - 1))
-    return z[torch.stack(chosen)]  # [k, D]
-
-
-def _fill_empty(z, centers, assign, counts):
-    """Give every empty cluster the sample farthest from its centre (changes assign in place); returns the new counts."""
-    far = (z - centers[assign]).square().sum(1)  # [n]
-    for j in (counts == 0).nonzero().flatten():
-        i = torch.where(counts[assign] > 1, far, 0).argmax()
-        if far[i] == 0 or counts[assign[i]] == 1:  # fewer distinct samples than clusters
-            break
-        assign[i], far[i] = j, 0
-        counts = torch.bincount(assign, minlength=len(centers))
-    return counts
+FORMS, VARIANCES, OUTLIERS = ("log", "lin", "released"), ("per_dim", "trace"), ("keep", "truncate", "reseed")
+OUTLIER = 4.0  # a cluster is one above this many times the median variance of its class's clusters
+RATE, MAX_RATE, G0 = 10, 0.99, 0.01  # of form="released"
+N_INIT = 20  # starts of K-means where no earlier centres are known; they see TRIAL_POINTS samples per cluster
+TRIAL_POINTS, ROUNDS = 100, 50
 
 
 class ClusterCEL(nn.Module):
-    """`loss = cel(z, y)`; `cel.refresh(z_all, y_all)` fits the statistics. See the top of the file."""
+    """loss = cel(z, y) after cel.refresh(z_all, y_all); the equations are at the top of the file."""
 
-    def __init__(self, num_classes, dim, tau, clusters=3, form="log", variance="trace", outliers="keep",
-                 outlier_factor=4.0, iters=50, eps=1e-6):
+    # fmt: off
+    def __init__(self, num_classes, dim, sigma, clusters=3, form="log", variance="per_dim", outliers="keep",
+                 var_threshold=0.125, floor=1.0, tau=None, eps=None):
+        # fmt: on
         super().__init__()
-        if num_classes < 1 or dim < 1 or clusters < 1 or iters < 1:
-            raise ValueError("num_classes, dim, clusters and iters count something: give at least 1 for each.")
-        if not tau > 0 or not eps > 0:
-            raise ValueError("tau and eps stand inside a logarithm: give positive numbers, e.g. tau = dim*var_threshold*sigma**2.")
-        if not outlier_factor > 1:
-            raise ValueError("outlier_factor multiplies the median variance of a class's clusters: give a number above 1.")
-        for name, value, allowed in (("form", form, FORMS), ("variance", variance, VARIANCES), ("outliers", outliers, OUTLIERS)):
-            if value not in allowed:
-                raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(allowed)}.")
-        self.num_classes, self.dim, self.tau, self.clusters = num_classes, dim, tau, clusters
+        if form not in FORMS or variance not in VARIANCES or outliers not in OUTLIERS:
+            raise ValueError(f"{form!r}, {variance!r}, {outliers!r}: use {FORMS}, {VARIANCES}, {OUTLIERS}.")
+        self.num_classes, self.dim, self.sigma, self.clusters = num_classes, dim, sigma, clusters
         self.form, self.variance, self.outliers = form, variance, outliers
-        self.outlier_factor, self.iters, self.eps = outlier_factor, iters, eps
+        self.terms = dim if variance == "trace" and form != "released" else 1  # dimensions that one v̂ sums
+        floor = G0 if form == "released" else self.terms * floor * sigma**2
+        self.tau = self.terms * var_threshold * sigma**2 if tau is None else tau
+        self.eps = floor if eps is None else eps
+        if min(num_classes, dim, clusters) < 1 or not min(sigma, self.tau, self.eps) > 0:
+            raise ValueError("num_classes, dim, clusters must be >= 1, sigma, tau, eps > 0.")
         self.register_buffer("centers", torch.zeros(num_classes, clusters, dim))  # μ_ck
-        self.register_buffer("weights", torch.zeros(num_classes, clusters))  # π_ck, Σ_k π_ck = 1 once fitted
-        self.register_buffer("variances", torch.zeros(num_classes, clusters))  # v_ck at the last refresh
-        self.register_buffer("fitted", torch.zeros(num_classes, dtype=torch.bool))
+        self.register_buffer("weights", torch.zeros(num_classes, clusters))  # π_ck; all 0: not fitted yet
+        self.register_buffer("variances", torch.zeros(num_classes, clusters))  # v_ck
+        self.register_buffer("num_samples", torch.zeros((), dtype=torch.int64))  # N
         self.stats = {}
 
-    def forward(self, z, y):
-        z = z.flatten(1).contiguous()  # [B, D]; rounding is then the same for all strides
-        self._check(z, y)
-        B, C, K = len(z), self.num_classes, self.clusters
-        centers, weights = self.centers.to(z.dtype), self.weights.to(z.dtype)
+    def forward(self, z, y, x=None):
+        z, ok = usable_rows(self, z, y)  # [B, D], [B]
+        C, K, pi = self.num_classes, self.clusters, self.weights
+        ok = ok & pi[y].any(1)  # not the classes that no refresh has seen
+        with torch.autocast(z.device.type, enabled=False):
+            # k*(z) = argmin_k ||z − μ_ck||²                                 [A §3.3] step 2
+            distance = (z.detach()[:, None] - self.centers[y]).square().sum(2)  # [B, K]
+            k = distance.masked_fill(pi[y] == 0, torch.inf).argmin(1)  # [B]
+            # v̂_ck = (1/n_ck) Σ ||z − μ_ck||²,   0 if n_ck = 0               [A §3.3] step 3
+            square = torch.where(ok[:, None], z - self.centers[y, k], 0).square()  # [B, D]
+            square = square.sum(1, keepdim=True) if self.terms > 1 else square  # [B, D] or [B, 1]
+            n = z.new_zeros(C * K).index_add(0, y * K + k, ok.to(z.dtype)).view(C, K)
+            v_ck = z.new_zeros(C * K, square.shape[1]).index_add(0, y * K + k, square).view(C, K, -1)
+            v_ck = v_ck / n.clamp(min=1)[:, :, None]  # [C, K, D] or [C, K, 1]
+            if self.form == "released":
+                # a = min(0.99, 10 n_ck / (π_ck N/C)),   v = a v̂_ck + (1 − a) v_ck
+                a = torch.where(n > 0, RATE * n / (pi * self.num_samples / C), 0).clamp(max=MAX_RATE)
+                v = (a * v_ck.mean(2) + (1 - a) * self.variances / self.dim).view(-1, 1)  # [C·K, 1]
+                weight = torch.where(n > 0, pi, 0).flatten() / n.any(1).sum().clamp(min=1)  # π_ck / |classes|
+            else:
+                # v̂_c = Σ_k π_ck v̂_ck                                        (1)
+                v = (pi[:, :, None] * v_ck).sum(1)  # [C, D] or [C, 1]
+                weight = n.sum(1) / len(y)  # β_c = M_c / B  [C]
+            # R_lin = v,   R_log = max(0, log(v + ε) − log(τ + ε))           [A §3.3] step 4
+            R = v if self.form == "lin" else torch.relu(torch.log((v + self.eps) / (self.tau + self.eps)))
+            # L = Σ weight · R                                               (2)
+            loss = (weight * R.mean(1)).sum()
+            self.note(loss, n, v, len(y))
+            return loss
 
-        finite = z.isfinite().all(1)  # [B]
-        seen = finite & self.fitted[y]  # [B]
-        z = torch.where(seen[:, None], z, 0)  # before any arithmetic: what is left out has gradient 0, not NaN
+    @torch.no_grad()
+    def note(self, loss, n, v, B):
+        share = n.view(len(v), -1).sum(1) / n.sum().clamp(min=1)  # of the samples, for each row of v
+        set_stats(self, loss, "no refresh has seen its classes: call cel.refresh(z_all, y_all) first", {
+            "spread": (share * v.mean(1)).sum() / self.terms,
+            "above_tau": (share * (v > self.tau).to(v.dtype).mean(1)).sum(),
+            "skipped": 1 - n.sum() / B,
+            "missing": (n.sum(1) @ (self.weights * (n == 0))).sum() / n.sum().clamp(min=1),
+        })  # fmt: skip
 
-        # k*(z) = argmin_k ||z − μ_ck||²                                      step 2
-        with torch.no_grad():
-            d2 = (z[:, None] - centers[y]).square().sum(2)  # [B, K]
-            k = d2.masked_fill(weights[y] == 0, torch.inf).argmin(1)  # [B]
-            j = y * K + k  # [B] index of (c, k)
+    @torch.no_grad()
+    def refresh(self, z_all, y_all, num_samples=None, generator=None):
+        """Stage 2 [A §3.4]: K-means of each class over z_all [N, D], y_all [N], from its old centres if any.
 
-        # v̂_ck = (1/n_ck) Σ ||z − μ_ck||²,  0 if n_ck = 0                      step 3
-        r2 = torch.where(seen[:, None], z - centers[y, k], 0).square()  # [B, D]
-        if self.variance == "trace":
-            r2 = r2.sum(1, keepdim=True)  # [B, E]
-        n = z.new_zeros(C * K).index_add(0, j, seen.to(z.dtype))  # [C·K]
-        v_ck = z.new_zeros(C * K, r2.shape[1]).index_add(0, j, r2) / n.clamp(min=1)[:, None]  # [C·K, E]
+        A class not among them keeps what it has. num_samples: N, if z_all is a part of the training set."""
+        z, ok = usable_rows(self, z_all, y_all)
+        with torch.autocast(z.device.type, enabled=False):
+            for c in y_all[ok].unique():
+                start = self.centers[c] if self.weights[c].any() else None
+                fit = self.fit_class(z[ok & (y_all == c)], start, self.outliers, generator)
+                self.centers[c], self.weights[c], self.variances[c] = fit
+        self.num_samples.fill_(ok.sum() if num_samples is None else num_samples)
 
-        # v̂_c = Σ_k π_ck v̂_ck                                                 (1)
-        v_c = (weights[:, :, None] * v_ck.view(C, K, -1)).sum(1)  # [C, E]
+    def fit_class(self, z, start, outliers, generator):
+        """μ_ck [K, D], π_ck [K], v_ck [K] of one class's z [n, D].
 
-        # R_lin = v̂_c,   R_log = max(0, log(v̂_c + ε) − log(τ + ε))            step 4
-        if self.form == "lin":
-            R = v_c.mean(1)  # [C]
+        [A §7.1] An outlier is a cluster with v_ck above OUTLIER × the median over clusters of two samples or
+        more. "truncate" drops its members with ||z − μ_ck||² above that, unless none would be left; "reseed"
+        moves its centre to a random sample of the other clusters. Then K-means goes on."""
+        mu, k = kmeans(z, self.clusters, start, generator)
+        distance = (z - mu[k]).square().sum(1)  # [n]
+        n = torch.bincount(k, minlength=self.clusters).to(z.dtype)
+        v = torch.zeros_like(n).index_add(0, k, distance) / n.clamp(min=1)
+        limit = OUTLIER * torch.where(n > 1, v, torch.nan).nanmedian()
+        outlier = v > limit  # [K]
+        if outliers == "keep" or not outlier.any():
+            return mu, n / len(z), v
+        if outliers == "truncate":
+            keep = ~outlier[k] | (distance <= limit)  # [n]
+            z = z[keep | (torch.bincount(k[keep], minlength=self.clusters) == 0)[k]]
         else:
-            log_tau = v_c.new_tensor(self.tau + self.eps).log()
-            R = ((v_c + self.eps).log() - log_tau).relu().mean(1)  # [C]
+            others = z[~outlier[k]]
+            mu[outlier] = others[torch.randint(len(others), (int(outlier.sum()),), generator=generator)]
+        return self.fit_class(z, mu, "keep", generator)
 
-        # L = Σ_c β_c R(c),   β_c = M_c / B                                    (2)
-        beta = n.view(C, K).sum(1) / B  # [C]
-        loss = (beta * R).sum()
-        self._record(loss, y, finite, seen, n.view(C, K), beta, v_c, weights)
-        return loss
+    def _apply(self, fn, recurse=True):
+        return super()._apply(never_half(fn), recurse)
 
-    def _check(self, z, y):
-        if z.shape[1] != self.dim:
-            raise ValueError(f"z has {z.shape[1]} features per sample but dim={self.dim}: make the module with the flattened size.")
-        if y.device.type == "cpu" and len(y) and not 0 <= int(y.min()) <= int(y.max()) < self.num_classes:
-            raise ValueError(f"labels must lie in 0..{self.num_classes - 1}: pass num_classes to match the data set.")
 
-    @torch.no_grad()
-    def _record(self, loss, y, finite, seen, n, beta, v_c, weights):
-        left_out = finite & ~seen  # [B]
-        per_class = beta.new_zeros(self.num_classes).index_add(0, y, left_out.to(beta.dtype))  # [C]
-        above = (v_c > self.tau).to(beta.dtype).mean(1)  # [C] share of the dimensions above τ
-        missing = (weights * (n == 0)).sum(1)  # [C]
-        total = beta.sum().clamp(min=torch.finfo(beta.dtype).tiny)
-        self.stats = {
-            "loss": loss.detach(),
-            "active": (loss.detach() > 0).to(beta.dtype),
-            "nonfinite": (~finite).sum(),
-            "skipped_classes": (per_class > 0).sum(),
-            "skipped": left_out.sum(),
-            "variance": v_c.detach().mean(1),  # [C] v̂_c, 0 for classes not in the batch
-            "above_tau": (beta * above).sum() / total,  # share of the samples (and dimensions) above τ
-            "missing_mass": (beta * missing).sum() / total,  # mean over samples of Σ π_ck of clusters without a member
-        }
+def kmeans(z, k, init=None, generator=None):
+    """Lloyd's K-means of z [n, D] -> centres [k, D], each the mean of its members, and every z's cluster [n].
 
-    @torch.no_grad()
-    def refresh(self, z, y, generator=None):
-        """Stage 2: K-means per class over the epoch's z [N, D] or [N, C, H, W], y [N]; returns counts as a dict.
+    Starts from init [k, D], or from the best of N_INIT draws of k-means++ (generator: a CPU generator). Equal
+    samples count as one point with a weight. So no cluster is empty, unless there are fewer than k different
+    samples: then the surplus stays empty, and its centres are copies of the largest cluster's."""
+    points, same, weight = torch.unique(z, dim=0, return_inverse=True, return_counts=True)  # [m, D], [n], [m]
+    weight, used, middle = weight.to(z.dtype), min(k, len(points)), points.mean(0)
+    x = points - middle  # [m, D] centred, so that little is lost where ||x − μ||² is expanded
+    if init is None:
+        few = torch.randperm(len(x), generator=generator)[: TRIAL_POINTS * used].to(z.device)
+        some, w = x[few], weight[few]
+        trials = [lloyd(some, w, plus_plus(some, w, used, generator)) for _ in range(N_INIT)]
+        start = min(trials, key=lambda trial: trial[0])[1]  # [used, D] of the least inertia
+    else:
+        start = init[:used] - middle
+    _, centres, assign = lloyd(x, weight, start)
+    assign = assign[same]  # [n]
+    largest = centres[assign.bincount().argmax()]
+    return torch.cat([centres, largest.expand(k - used, -1)]) + middle, assign
 
-        A class fitted before starts from its old centres, otherwise k-means++. Classes without a finite sample keep
-        what they have. A cluster is an outlier if its variance exceeds outlier_factor × the median variance of its
-        class's clusters with at least two members (§7.1). outliers="truncate": its members with
-        ||z − μ||² > outlier_factor × median leave its μ and v (not π), unless none would remain. "reseed": its centre
-        moves to a sample drawn uniformly from the class's other clusters and K-means goes on once more.
-        Besides z, two copies of the largest class are held at a time."""
-        self._check(z[:1].flatten(1), y)
-        nonfinite, outlier_clusters = 0, 0
-        for c in range(self.num_classes):
-            x = z.index_select(0, (y == c).nonzero().flatten()).flatten(1).to(self.centers)  # [n, D]
-            finite = x.sum(1).isfinite()  # [n]; NaN and Inf survive the sum
-            if not finite.all():
-                nonfinite += int((~finite).sum())
-                x = x[finite]
-            if len(x) == 0:
-                continue
-            init = self.centers[c] if self.fitted[c] else None
-            centers, assign = kmeans(x, self.clusters, init, self.iters, generator)
-            d2, n, v = self._spread(x, centers, assign)
-            outlier, limit = self._outliers(n, v)
-            outlier_clusters += int(outlier.sum())
-            if self.outliers == "reseed" and outlier.any():
-                inliers = (~outlier[assign]).nonzero().flatten()
-                draw = torch.rand(int(outlier.sum()), generator=generator).to(x)
-                centers[outlier] = x[inliers[(draw * len(inliers)).long().clamp(max=len(inliers) - 1)]]
-                centers, assign = kmeans(x, self.clusters, centers, self.iters, generator)
-                d2, n, v = self._spread(x, centers, assign)
-            weights = n / len(x)
-            if self.outliers == "truncate" and outlier.any():
-                keep = ~outlier[assign] | (d2 <= limit)
-                kept = torch.bincount(assign[keep], minlength=self.clusters)
-                keep |= kept[assign] == 0
-                x, assign = x[keep], assign[keep]
-                members = _one_hot(assign, self.clusters, x)  # [K, n]
-                mean = (members @ x) / members.sum(1).clamp(min=1)[:, None]
-                centers = torch.where(outlier[:, None], mean, centers)
-                v = self._spread(x, centers, assign)[2]
-            self.centers[c], self.weights[c], self.variances[c], self.fitted[c] = centers, weights, v, True
-        return {"nonfinite": nonfinite, "fitted": int(self.fitted.sum()), "outlier_clusters": outlier_clusters}
 
-    def _spread(self, x, centers, assign):
-        """-> ||z − μ||² [n], |S_ck| [K], v_ck = mean of ||z − μ_ck||² over S_ck [K]."""
-        d2 = torch.linalg.vector_norm(centers.index_select(0, assign).sub_(x), dim=1).square()
-        n = torch.bincount(assign, minlength=len(centers)).to(x.dtype)
-        return d2, n, x.new_zeros(len(centers)).index_add(0, assign, d2) / n.clamp(min=1)
+def lloyd(x, weight, centres):
+    """x [m, D], weight [m], centres [k, D] -> inertia Σ weight ||x − μ||², centres, assign [m]."""
+    k, assign = len(centres), None
+    for _ in range(ROUNDS):
+        # k*(x) = argmin_k ||x − μ_k||² = argmin_k ||μ_k||² − 2 x·μ_k
+        old, assign = assign, torch.addmm(centres.square().sum(1), x, centres.T, alpha=-2).argmin(1)
+        while (count := torch.bincount(assign, minlength=k)).min() == 0:  # the empty one takes the farthest x
+            far = (x - centres[assign]).square().sum(1)  # [m]
+            assign[torch.where(count[assign] > 1, far, -1).argmax()] = count.argmin()
+        if old is not None and torch.equal(old, assign):
+            break
+        # μ_k = Σ weight x / Σ weight over the members of k
+        member = x.new_zeros(k, len(x)).scatter_(0, assign[None], weight[None])  # [k, m]
+        centres = (member / member.sum(1, keepdim=True)) @ x
+    return float(weight @ (x - centres[assign]).square().sum(1)), centres, assign
 
-    def _outliers(self, n, v):
-        """-> outlier [K] bool, limit = outlier_factor × median of v over the clusters with two members or more."""
-        limit = self.outlier_factor * v[n > 1].median() if (n > 1).any() else v.new_tensor(torch.inf)
-        return v > limit, limit
+
+def plus_plus(x, weight, k, generator):
+    """k-means++: the next centre is a sample, drawn ∝ weight · squared distance to the nearest so far."""
+    p, centres = weight, x[:0]
+    for u in torch.rand(k, generator=generator).to(x):
+        cdf = p.cumsum(0)  # [m]
+        i = torch.searchsorted(cdf, u * cdf[-1], right=True).clamp(max=len(x) - 1)
+        centres = torch.cat([centres, x[i][None]])
+        p = weight * torch.cdist(x, centres).amin(1).square()
+    return centres
+
+
+# ----- what every surrogate needs. These lines end every *_cel.py; skip them at first reading.
+
+
+def usable_rows(cel, z, y):
+    """z as [B, D] in the module's precision, 0 in rows with NaN or Inf; and which rows are good, [B]."""
+    if not z.is_floating_point() or z.dim() < 2 or len(z) == 0 or z[0].numel() != cel.dim:
+        raise ValueError(f"z is {z.dtype} {list(z.shape)}: pass at least one row of {cel.dim} floats.")
+    if y.dtype != torch.int64 or y.shape != z.shape[:1]:
+        raise ValueError(f"y is {y.dtype} {list(y.shape)}: pass one class number, int64, for each row of z.")
+    if cel.training and torch.is_grad_enabled() and not z.requires_grad:
+        raise ValueError("z has no gradient: pass the encoder's output, or measure under torch.no_grad().")
+    if y.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere it would wait for the device
+        if not 0 <= int(y.min()) <= int(y.max()) < cel.num_classes:
+            raise ValueError(f"y has labels outside 0..{cel.num_classes - 1}: drop those rows.")
+    precise = next(t.dtype for t in (*cel.parameters(), *cel.buffers()) if t.is_floating_point())
+    z = z.flatten(1).to(precise).contiguous()
+    ok = z.isfinite().all(1)
+    return torch.where(ok[:, None], z, 0), ok
+
+
+def set_stats(cel, loss, remedy, figures):
+    """cel.stats, and one warning when the first 100 training calls contributed nothing."""
+    cel.stats = {"loss": loss.detach(), **figures}
+    if cel.training and not torch.compiler.is_compiling():
+        calls, active = getattr(cel, "heard", (0, 0))
+        cel.heard = calls + 1, active + (loss.detach() > 0) * (figures["skipped"] < 1)
+        if calls == 99 and cel.heard[1] == 0:
+            why = remedy if figures["skipped"] > 0.99 else "its threshold was never exceeded, lower it"
+            warnings.warn(f"{type(cel).__name__} was 0 in its first 100 calls: {why}.", stacklevel=4)
+
+
+def never_half(fn):
+    """For nn.Module._apply: .half() and .bfloat16() leave the module as it is, its sums need float32."""
+    return lambda t: t.to(fn(t).device) if fn(t).dtype in (torch.float16, torch.bfloat16) else fn(t)

@@ -1,186 +1,237 @@
-"""Gated attention pooling as a surrogate of H(Z|Y): the spread of a class under learned weights, inside one batch.
+"""Gated attention CEL: the spread of each class under learned weights, squeezed below a threshold.
 
-Claim: keeping the weighted within-class spread of z below τ keeps H(z'|Y), and so I(x;z'), small. With equal weights
-v_c is the trace of the class covariance and the claim follows from the Gaussian bound; under weights that are free to
-minimise the same loss it does not (see "Known failure").
+    z̃    = LayerNorm(z)                                       (3a)   [B, D]
+    v    = tanh(W_V z̃)                                        (3b)   [B, h]
+    u    = sigmoid(W_U z̃)                                     (3c)   [B, h]
+    s    = v ⊙ u                                              (3d)   [B, h]
+    α'   = wᵀ s                                               (3e)   [B]
+    α    = softmax of α' over the samples of the class        (3f)   [N]
+    z̄_c  = Σ_i α_i z_i,    v_c = Σ_i α_i ||z_i − z̄_c||²       [A §4.3] steps 2, 3
+    R(c) = max(0, log(v_c + ε) − log(τ + ε))                  [A §4.3] step 4
+    L    = Σ_c β_c R(c),   β_c = M_c / B                      (2)
 
-Legend: B batch, C classes, D feature size, h attention width, M samples of a class in the batch.
+B batch, C classes, D features, h attention width, M_c samples of class c in the batch,
+N samples in all: B without memory, else the remembered ones of the batch's classes too.
+variance="per_dim" takes v_c, the hinge and τ = var_threshold·σ² in each dimension, then their mean.
+"trace" sums the dimensions first, as [A] prints it; τ and ε are then D times as large.
 
-    z̃  = LayerNorm(z)                                        (3a)   [B, D]
-    v  = tanh(W_V z̃)                                         (3b)   [B, h]
-    u  = sigmoid(W_U z̃)                                      (3c)   [B, h]
-    s  = v ⊙ u                                               (3d)   [B, h]
-    α' = wᵀ s                                                (3e)   [B]
-    α  = softmax of α' over the samples of the class         (3f)   [B]
-    z̄_c = Σ_i α_i z_i,   v_c = Σ_i α_i ||z_i − z̄_c||²        (§4.3 steps 2, 3)
-    R(c) = max(0, log(v_c + ε) − log(τ + ε))                 (§4.3 step 4)
-    L = Σ_c β_c R(c),  β_c = M_c / B                         (2);  = mean over the samples of R(class of the sample)
+`mode` says where the gradient goes. The value of cel(z, y) is L in all three.
+  "fit"          α is a constant for z. W_V, W_U and w maximise the likelihood of the class's samples under
+                 N(z̄_c, v_c + σ²). The optimum is equal weights, so L is in effect the plain class variance.
+  "adversarial"  z descends L while W_V, W_U and w ascend it: the worst-case spread that [A §6.3] describes.
+                 |α'| stays below 1, so that no sample weighs more than e² = 7.4 times another.
+  "documented"   everything descends L: [A §4.4] ("trace"), or on the LayerNormed features [B] ("per_dim").
+                 It collapses: ∂v/∂α'_j = α_j (||z_j − z̄||² − v), so descent takes weight from every sample
+                 farther than average, until one sample has it all, v_c = 0, and the encoder learns nothing.
 
-Gradient where R(c) > 0 (§4.4, appendix B). The term of z̄ vanishes because Σ_k α_k (z_k − z̄) = 0:
-    ∂v/∂α_i = ||z_i − z̄||²       ∂α_i/∂α'_j = α_i (δ_ij − α_j)       so  ∂v/∂α'_j = α_j (||z_j − z̄||² − v)
-    ∂L/∂z_i = β_c · 2 α_i (z_i − z̄) / (v_c + ε)    with α held fixed
-    ∂L/∂W_V = Σ_c β_c/(v_c+ε) Σ_j α_j (||z_j − z̄||² − v_c) (w ⊙ u_j ⊙ (1 − v_j²)) z̃_jᵀ
-
-Known failure: descending ∂v/∂α'_j lowers the weight of every sample farther than average, until one sample per class has
-all of it, v = 0, and the encoder gets no gradient. `attention` says where the gradient goes; the value is L in all four:
-    "joint"        through α to W_V, W_U, w and z, as documented; collapses
-    "detached"     α is a constant
-    "adversarial"  z as in joint, but W_V, W_U, w ascend L (the reversal sits on the parameters, not on z → α)
-    "fit"          α is a constant in L; W_V, W_U, w minimise the negative log-likelihood of the class's (detached) samples
-                   under N(z̄_c, v_c + σ²) (trace: v_c/D per dimension), in nats per dimension. Samples are those that leave
-                   the device, z + n with n ~ N(0, σ²I), the noise integrated out in closed form; without it, the best fit of a
-                   class with spread below σ² would be v = 0. Equal weights are the optimum, the collapsed ones are not.
-
-Forms: variance="trace" is 000 (τ = D · var_threshold · σ²); variance="per_dim" hinges every dimension and averages
-(τ = var_threshold · σ²). measure_on="sent" takes the spread of z; measure_on="layernorm" that of LayerNorm(z), for which
-this τ has no meaning. The implementation report 001 is variance="per_dim", measure_on="layernorm"; its σ_thr² is τ + ε.
-
-    cel = GatedAttCEL(dim=512, tau=512 * 0.125 * 0.05 ** 2, sigma=0.05)
+    cel = GatedAttCEL(num_classes=10, dim=512, sigma=0.1)
     optimizer = torch.optim.SGD([*encoder.parameters(), *cel.parameters()], lr=0.05)
-    loss = cel(encoder(x), y)
-    loss.backward()
-    optimizer.step()
-    print({k: float(v) for k, v in cel.stats.items()})
+    loss = cel(encoder(x), y)          # z [B, D] or [B, C, H, W], y [B] int64
+    cel.stats["ess"]                   # effective samples of a class, 1/Σα², as a share of its samples
 
-Reference: document 000 §4, §6.3, appendix B; 001; 003 "Gated Attention Pooling".
-Differs from the documents in: the choice of `attention`; the spread is measured on what is transmitted unless asked otherwise;
-LayerNorm has no gain or bias (a gain could shrink the loss by itself); ε is also g0 of 001 and γ of 003, one floor in both
-logs; samples with NaN or Inf are left out and weigh zero (B stays the whole batch). With few samples per class v_c is
-biased low by about (M−1)/M: small batches make it unreliable (000 §4.7).
+memory=m counts the last m samples of each class beside the batch's own, for batches with few of a class.
+Their z and α' have no gradient; that of the batch's z and α' is (M + m)/M times as large instead, so that
+it stands for all, and λ keeps its meaning.
+Differs from the documents in: the modes; ε = floor·σ²; the spread is that of z except in [B]'s form.
+Left out, with gradient 0: rows with NaN or Inf, and classes with fewer than two samples.
 """
+
 import math
+import warnings
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-VARIANCES = ("trace", "per_dim")
-ATTENTIONS = ("joint", "detached", "adversarial", "fit")
-MEASURES = ("sent", "layernorm")
-MIN_HIDDEN, MAX_HIDDEN = 64, 512            # h = min(512, max(64, D/4)), 003
-REFERENCE_VAR_THRESHOLD = 0.125             # σ² = τ / var_threshold when no sigma is given
-
-
-class GradReverse(torch.autograd.Function):
-    """The identity, with the gradient's sign turned: descent on the loss becomes ascent for what lies behind it."""
-
-    @staticmethod
-    def forward(ctx, w):
-        return w.view_as(w)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return -grad
-
-
-class GatedAttention(nn.Module):
-    """Eq. (3a)-(3f). forward(z [B, D], same [B, B]) -> P [B, B], u [B, h]; P_ij = α_j if same_ij, else 0. Needs same_ii = True."""
-
-    def __init__(self, dim, hidden=None, layer_norm=True):
-        super().__init__()
-        hidden = hidden or min(MAX_HIDDEN, max(MIN_HIDDEN, dim // 4))
-        self.layer_norm = layer_norm
-        self.W_V = nn.Parameter(torch.empty(hidden, dim).uniform_(-1, 1) / math.sqrt(dim))
-        self.W_U = nn.Parameter(torch.empty(hidden, dim).uniform_(-1, 1) / math.sqrt(dim))
-        self.w = nn.Parameter(torch.empty(hidden).uniform_(-1, 1) / math.sqrt(hidden))
-
-    def forward(self, z, same, reverse=False):
-        W_V, W_U, w = (GradReverse.apply(p) if reverse else p for p in (self.W_V, self.W_U, self.w))
-        # z̃ = LayerNorm(z)  (3a)
-        z = F.layer_norm(z, z.shape[1:]) if self.layer_norm else z
-        # v = tanh(W_V z̃)  (3b)
-        v = torch.tanh(z @ W_V.T)                                           # [B, h]
-        # u = sigmoid(W_U z̃)  (3c)
-        u = torch.sigmoid(z @ W_U.T)                                        # [B, h]
-        # s = v ⊙ u  (3d);  α' = wᵀ s  (3e)
-        logits = (v * u) @ w                                                # [B]
-        # α = softmax over the samples of the class  (3f); every row holds the weights of its own class
-        P = logits.expand_as(same).masked_fill(~same, -math.inf).softmax(1)  # [B, B]
-        return P, u
-
-
-def weighted_spread(P, z, per_dim):
-    """Squared distance of every sample to z̄ of its class, and its weighted mean v_c: both [B, 1], or [B, D] if per_dim."""
-    # z̄_c = Σ_i α_i z_i
-    mean = P @ z                                                            # [B, D]
-    dist = (z - mean).square()                                              # [B, D]
-    if not per_dim:
-        dist = dist.sum(1, keepdim=True)                                    # [B, 1]
-    # v_c = Σ_i α_i ||z_i − z̄_c||²
-    return dist, P @ dist
+MODES, VARIANCES = ("fit", "adversarial", "documented"), ("per_dim", "trace")
+MIN_HIDDEN, MAX_HIDDEN = 64, 512  # h = min(512, max(64, D/4)), [D]
+MIN_TAU = 1e-8  # of a dimension, [B]
+MAX_LOGIT = 1.0  # of |α'| in "adversarial"
 
 
 class GatedAttCEL(nn.Module):
-    """forward(z [B, D] or [B, C, H, W], y [B]) -> L. One attention for all classes; see the module docstring."""
+    """loss = cel(z, y), one attention for all classes; equations and modes are at the top of the file."""
 
-    def __init__(self, dim, tau, hidden=None, variance="trace", attention="fit", measure_on="sent", sigma=None,
-                 layer_norm=True, eps=1e-6):
+    # fmt: off
+    def __init__(self, num_classes, dim, sigma, mode="fit", variance="per_dim", hidden=None, memory=0,
+                 var_threshold=0.125, floor=1.0, tau=None, eps=None):
+        # fmt: on
         super().__init__()
-        if dim < 1 or (hidden is not None and hidden < 1):
-            raise ValueError(f"dim and hidden must be at least 1, got {dim} and {hidden}: pass the flattened feature size.")
-        if not tau > 0 or not eps > 0:
-            raise ValueError(f"tau and eps must be > 0, got {tau} and {eps}: pass tau = var_threshold*sigma^2 (times dim for trace).")
-        if sigma is not None and not sigma > 0:
-            raise ValueError(f"sigma must be > 0, got {sigma}: pass the standard deviation of the channel noise, or None.")
-        for name, value, known in (("variance", variance, VARIANCES), ("attention", attention, ATTENTIONS),
-                                   ("measure_on", measure_on, MEASURES)):
-            if value not in known:
-                raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(known)}.")
-        self.dim, self.tau, self.eps, self.attention, self.measure_on = dim, tau, eps, attention, measure_on
-        self.per_dim = variance == "per_dim"
-        self.terms = 1 if self.per_dim else dim                             # dimensions summed in one v_c
-        self.noise_var = sigma ** 2 if sigma else tau / self.terms / REFERENCE_VAR_THRESHOLD
-        self.pool = GatedAttention(dim, hidden, layer_norm)
+        if mode not in MODES or variance not in VARIANCES:
+            raise ValueError(f"mode {mode!r}, variance {variance!r}: use one of {MODES} and of {VARIANCES}.")
+        self.num_classes, self.dim, self.sigma = num_classes, dim, sigma
+        self.mode, self.variance = mode, variance
+        self.on_norm = mode == "documented" and variance == "per_dim"  # [B] measures z̃ itself
+        terms = dim if variance == "trace" else 1  # dimensions that one v_c sums
+        self.tau = terms * max(var_threshold * sigma**2, MIN_TAU) if tau is None else tau
+        self.eps = terms * floor * sigma**2 if eps is None else eps
+        hidden = min(MAX_HIDDEN, max(MIN_HIDDEN, dim // 4)) if hidden is None else hidden
+        if min(num_classes, dim, hidden, memory + 1) < 1 or not min(sigma, self.tau, self.eps) > 0:
+            raise ValueError("num_classes, dim, hidden must be >= 1, memory >= 0, sigma, tau, eps > 0.")
+        self.norm = nn.LayerNorm(dim, elementwise_affine=False)  # a gain of its own could shrink the loss
+        self.W_V = nn.Parameter(torch.empty(hidden, dim).uniform_(-1, 1) / math.sqrt(dim))
+        self.W_U = nn.Parameter(torch.empty(hidden, dim).uniform_(-1, 1) / math.sqrt(dim))
+        self.w = nn.Parameter(torch.empty(hidden).uniform_(-1, 1) / math.sqrt(hidden))
+        self.register_buffer("memory", torch.zeros(num_classes, memory, dim))  # the last m samples, a ring
+        self.register_buffer("stored", torch.zeros(num_classes, dtype=torch.int64))  # how many it ever got
         self.stats = {}
 
-    def forward(self, z, y):
-        z = z.flatten(1).contiguous()                                       # [B, D]; rounding is then the same for all strides
-        if z.shape[1] != self.dim or y.shape != z.shape[:1]:
-            raise ValueError(f"expected z [B, {self.dim}] and y [B], got {tuple(z.shape)} and {tuple(y.shape)}.")
-        finite = z.isfinite().all(1)                                        # [B]
-        z = torch.where(finite[:, None], z, 0.0)
-        # a row that is left out is a class of its own, like any class of one sample: v_c = 0
-        same = (y[:, None] == y) & finite & finite[:, None]                 # [B, B]
-        same = same | torch.eye(len(y), dtype=torch.bool, device=z.device)
-        M = same.sum(1)                                                     # [B]
-        used = M > 1
+    def forward(self, z, y, x=None):
+        z, ok = usable_rows(self, z, y)  # [B, D], [B]
+        with torch.autocast(z.device.type, enabled=False):
+            W_V, W_U, w = self.W_V, self.W_U, self.w
+            if self.mode == "adversarial":  # the same values, the gradient's sign turned: descent ascends L
+                W_V, W_U, w = (2 * p.detach() - p for p in (W_V, W_U, w))
 
-        through = self.attention in ("joint", "adversarial")
-        P, u = self.pool(z if through else z.detach(), same, reverse=self.attention == "adversarial")
-        x = F.layer_norm(z, z.shape[1:]) if self.measure_on == "layernorm" else z
-        dist, v = weighted_spread(P if through else P.detach(), x, self.per_dim)
-        # R(c) = max(0, log(v_c + ε) − log(τ + ε))
-        R = F.relu(torch.log(v + self.eps) - math.log(self.tau + self.eps))  # [B, 1] or [B, D]
-        # L = Σ_c β_c R(c) = mean over the samples of R(class of the sample)  (2)
-        loss = torch.where(used, R.mean(1), 0.0).sum() / len(y)
-        self._record(loss, v, R, P, u, M, used, finite)
-        if self.attention == "fit":
-            nll = self._nll(P, x.detach(), used)
-            loss = loss + (nll - nll.detach())
-        return loss
+            # z̃ = LayerNorm(z)                                               (3a)
+            z_norm = self.norm(z.detach() if self.mode == "fit" else z)  # [B, D]
+            # v = tanh(W_V z̃)                                                (3b)
+            v = torch.tanh(z_norm @ W_V.T)  # [B, h]
+            # u = sigmoid(W_U z̃)                                             (3c)
+            u = torch.sigmoid(z_norm @ W_U.T)  # [B, h]
+            # s = v ⊙ u                                                      (3d)
+            s = v * u  # [B, h]
+            # α' = wᵀ s                                                      (3e)
+            logit = self.cap(s @ w)  # [B]
+            # α_i = exp(α'_i) / Σ_j exp(α'_j), j in the class of i           (3f)
+            M = class_sum(ok.to(z.dtype), y, self.num_classes)  # [C]
+            n = M + self.stored.clamp(max=self.memory.shape[1])  # [C] with the remembered ones
+            measured = z_norm if self.on_norm else z  # [B, D]
+            samples, logit, c = self.with_memory(measured, logit, y, ok, M, n)  # a list, [N], [N]
+            alpha = class_softmax(logit, c, self.num_classes)  # [N]
 
-    def _nll(self, P, x, used):
-        """Mean over the batch of E_n[−log N(x + n; z̄_c, v_c + σ²)] / D; its gradient reaches W_V, W_U and w only."""
-        dist, v = weighted_spread(P, x, self.per_dim)
-        dist, v = dist / self.terms + self.noise_var, v / self.terms + self.noise_var
-        # −log N = ½ log 2π(v + σ²) + ½ ((x − z̄)² + σ²) / (v + σ²)
-        nll = 0.5 * (torch.log(2 * math.pi * v) + dist / v)                 # [B, 1] or [B, D]
-        return torch.where(used, nll.mean(1), 0.0).sum() / len(used)
+            # z̄_c = Σ_i α_i z_i                                              [A §4.3] step 2
+            mean = weighted_sum(alpha, [(z_i.detach(), k) for z_i, k in samples], self.num_classes)  # [C, D]
+            # v_c = Σ_i α_i ||z_i − z̄_c||²                                   [A §4.3] step 3
+            fixed = mean.detach()[:, None]  # its share of the gradient, −2 Σ α (z − z̄), is zero ([A] app. B)
+            square = [((z_i - fixed[k]).square(), k) for z_i, k in samples]
+            v_c = weighted_sum(alpha.detach() if self.mode == "fit" else alpha, square, self.num_classes)
+            if self.variance == "trace":
+                v_c = v_c.sum(1, keepdim=True)  # [C, D] -> [C, 1]
+            # R(c) = max(0, log(v_c + ε) − log(τ + ε))                       [A §4.3] step 4
+            R = torch.relu(torch.log(v_c + self.eps) - math.log(self.tau + self.eps)).mean(1)  # [C]
+            # L = Σ_c β_c R(c),   β_c = M_c / B                              (2)
+            beta = torch.where(n > 1, M / len(y), 0)  # [C] one sample has no spread
+            loss = (beta * R).sum()
+
+            self.note(loss, beta, v_c, alpha, n, c)
+            if self.mode == "fit" and torch.is_grad_enabled():
+                equal = (logit > -torch.inf) / n.clamp(min=1)[c]  # [N]
+                nll = (beta * self.misfit(alpha, equal, mean, samples, square)).sum()
+                loss = loss + (nll - nll.detach())  # the value of L; W_V, W_U, w get the gradient of nll
+            if self.training and self.memory.numel() > 0:
+                self.remember(z, y, ok, M)
+            return loss
+
+    def misfit(self, alpha, equal, mean, samples, square):
+        """−log N(z + n; z̄_c, v_c + σ²), its mean over n ~ N(0, σ²), a class's samples and dimensions: [C]."""
+        samples, square = ([(x.detach(), k) for x, k in blocks] for blocks in (samples, square))
+        v = weighted_sum(alpha, square, self.num_classes) + self.sigma**2  # [C, D]
+        # The mean of (z + n − z̄)²; its gradient is that of (m − z̄)², m the mean under equal weights.
+        shift = (weighted_sum(equal, samples, self.num_classes) - mean).square()
+        error = weighted_sum(equal, square, self.num_classes) + (shift - shift.detach()) + self.sigma**2
+        if self.variance == "trace":
+            v, error = v.mean(1, keepdim=True), error.mean(1, keepdim=True)  # [C, 1]
+        # −log N = ½ log 2π(v + σ²) + ½ (z + n − z̄)² / (v + σ²)
+        return 0.5 * (torch.log(2 * math.pi * v) + error / v).mean(1)
+
+    def cap(self, logit):
+        return MAX_LOGIT * torch.tanh(logit / MAX_LOGIT) if self.mode == "adversarial" else logit
+
+    def with_memory(self, z, logit, y, ok, M, n):
+        """Blocks of samples of one class, ([B, 1, D], y) and ([P, m, D], k); α' and class of each, [N]."""
+        C, m, _ = self.memory.shape
+        if m == 0:
+            return [(z[:, None], y)], logit.masked_fill(~ok, -torch.inf), y  # exp(−∞) = 0: left out
+        share = (n / M.clamp(min=1))[y]  # (M + m)/M  [B]
+        z, logit = (t.detach() + s * (t - t.detach()) for t, s in ((z, share[:, None]), (logit, share)))
+        with torch.no_grad():
+            here = z.device.type == "cpu" and not torch.compiler.is_compiling()
+            P = int((M > 0).sum()) if here else min(len(y), C)  # elsewhere counting would wait for the device
+            k = M.topk(P).indices  # [P] every class of the batch
+            held, empty = self.memory[k], torch.arange(m, device=z.device) >= self.stored[k, None]  # [P, m]
+            z_norm = self.norm(held)  # (3a) to (3e) again  [P, m, D]
+            s = torch.tanh(z_norm @ self.W_V.T) * torch.sigmoid(z_norm @ self.W_U.T)  # [P, m, h]
+            old = self.cap(s @ self.w).masked_fill(empty, -torch.inf)  # [P, m]
+        samples = [(z[:, None], y), (z_norm if self.on_norm else held, k)]
+        logit = torch.cat([logit.masked_fill(~ok, -torch.inf), old.flatten()])
+        return samples, logit, torch.cat([y, k.repeat_interleave(m)])
 
     @torch.no_grad()
-    def _record(self, loss, v, R, P, u, M, used, finite):
-        share = used / M                                                    # [B], sums to the number of classes used
-        classes = share.sum().clamp(min=1)
-        ess = 1 / P.square().sum(1)                                         # [B], 1 / Σ α² of the sample's class
-        lone = (finite & ~used).sum()
-        self.stats = {
-            "loss": loss.detach(), "active": ((R > 0).any(1) & used).any().float(),
-            "nonfinite": (~finite).sum(), "skipped_classes": lone, "skipped": lone,
-            "variance": (share * v.mean(1)).sum() / classes,                # mean over classes of v_c, to compare with τ
-            "variance_max": torch.where(used, v.mean(1), 0.0).max(),
-            "above_tau": (share * (v > self.tau).to(v.dtype).mean(1)).sum() / classes,
-            "ess": (share * ess).sum() / classes,                           # mean over classes of 1 / Σ α²
-            "ess_share": (share * ess / M).sum() / classes,                 # 1 = equal weights, 1/M = collapsed
-            "gate": u.mean(),
-        }
-        self.of_sample = {"variance": v.mean(1), "ess": ess}                # [B] each: v_c and 1 / Σ α² of the sample's own class
+    def remember(self, z, y, ok, M):
+        """Writes the batch into the rings, in its order: where two samples meet, the later one stays."""
+        m = self.memory.shape[1]
+        same = (y[:, None] == y) & ok  # [B, B] column counts and is of the row's class
+        place = (self.stored[y] + same.tril(-1).sum(1)) % m  # [B]
+        same = same & (place[:, None] == place)
+        last = (same * torch.arange(1, len(y) + 1, device=z.device)).amax(1) - 1  # [B], −1 for none
+        self.memory[y, place] = torch.where(last[:, None] < 0, self.memory[y, place], z[last])
+        self.stored += M.to(self.stored.dtype)
+
+    @torch.no_grad()
+    def note(self, loss, beta, v_c, alpha, n, c):
+        seen, share = (beta > 0).to(n.dtype), beta / beta.sum().clamp(min=torch.finfo(n.dtype).tiny)  # [C]
+        ess = 1 / (n * class_sum(alpha.square(), c, self.num_classes)).clamp(min=1)  # 1/Σα² / n  [C]
+        set_stats(self, loss, "every class had fewer than two samples: use larger batches, or memory=32", {
+            "spread": (share * v_c.sum(1)).sum() / self.dim,
+            "above_tau": (share * (v_c > self.tau).to(n.dtype).mean(1)).sum(),
+            "skipped": (1 - beta.sum()).clamp(min=0),
+            "ess": (seen * ess).sum() / seen.sum().clamp(min=1),
+        })  # fmt: skip
+
+    def _apply(self, fn, recurse=True):
+        return super()._apply(never_half(fn), recurse)
+
+
+def class_sum(values, c, num_classes):
+    """Σ of values [N, ...] over the samples of each class c [N] -> [C, ...]."""
+    return values.new_zeros(num_classes, *values.shape[1:]).index_add(0, c, values)
+
+
+def weighted_sum(weight, blocks, num_classes):
+    """Σ_i weight_i x_i over the samples of each class -> [C, D]; blocks of (x [G, k, D], class [G])."""
+    weights = weight.split([x.shape[0] * x.shape[1] for x, _ in blocks])  # of N
+    sums = [((w.view(len(x), 1, x.shape[1]) @ x)[:, 0], c) for w, (x, c) in zip(weights, blocks)]  # [G, D]
+    return sum(class_sum(x, c, num_classes) for x, c in sums)
+
+
+def class_softmax(logit, c, num_classes):
+    """softmax of logit [N] over the samples of each class c [N]."""
+    top = logit.new_full((num_classes,), torch.finfo(logit.dtype).min)
+    e = torch.exp(logit - top.scatter_reduce(0, c, logit.detach(), "amax")[c])  # at most 1
+    return e / class_sum(e, c, num_classes).clamp(min=1)[c]
+
+
+# ----- what every surrogate needs. These lines end every *_cel.py; skip them at first reading.
+
+
+def usable_rows(cel, z, y):
+    """z as [B, D] in the module's precision, 0 in rows with NaN or Inf; and which rows are good, [B]."""
+    if not z.is_floating_point() or z.dim() < 2 or len(z) == 0 or z[0].numel() != cel.dim:
+        raise ValueError(f"z is {z.dtype} {list(z.shape)}: pass at least one row of {cel.dim} floats.")
+    if y.dtype != torch.int64 or y.shape != z.shape[:1]:
+        raise ValueError(f"y is {y.dtype} {list(y.shape)}: pass one class number, int64, for each row of z.")
+    if cel.training and torch.is_grad_enabled() and not z.requires_grad:
+        raise ValueError("z has no gradient: pass the encoder's output, or measure under torch.no_grad().")
+    if y.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere it would wait for the device
+        if not 0 <= int(y.min()) <= int(y.max()) < cel.num_classes:
+            raise ValueError(f"y has labels outside 0..{cel.num_classes - 1}: drop those rows.")
+    precise = next(t.dtype for t in (*cel.parameters(), *cel.buffers()) if t.is_floating_point())
+    z = z.flatten(1).to(precise).contiguous()
+    ok = z.isfinite().all(1)
+    return torch.where(ok[:, None], z, 0), ok
+
+
+def set_stats(cel, loss, remedy, figures):
+    """cel.stats, and one warning when the first 100 training calls contributed nothing."""
+    cel.stats = {"loss": loss.detach(), **figures}
+    if cel.training and not torch.compiler.is_compiling():
+        calls, active = getattr(cel, "heard", (0, 0))
+        cel.heard = calls + 1, active + (loss.detach() > 0) * (figures["skipped"] < 1)
+        if calls == 99 and cel.heard[1] == 0:
+            why = remedy if figures["skipped"] > 0.99 else "its threshold was never exceeded, lower it"
+            warnings.warn(f"{type(cel).__name__} was 0 in its first 100 calls: {why}.", stacklevel=4)
+
+
+def never_half(fn):
+    """For nn.Module._apply: .half() and .bfloat16() leave the module as it is, its sums need float32."""
+    return lambda t: t.to(fn(t).device) if fn(t).dtype in (torch.float16, torch.bfloat16) else fn(t)

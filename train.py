@@ -2,22 +2,14 @@
 
     python train.py --surrogate gated                       # built-in images, a few minutes on two CPU cores
     python train.py --surrogate gated --dataset cifar10
+    python train.py --init runs/NAME --surrogate cluster    # harden a network that is trained already
     python train.py --help
 
-Writes runs/NAME/: results.json, log.csv (a row an epoch), checkpoint.pt, reconstructions.png. `--resume` goes on after
-an interruption. One step of training is:
-
-    z  = F_e(x)                                 the encoder, on the device
-    z' = wire(z + n), n ~ N(0, σ²I)             what is sent
-    L_D = cross-entropy(server(z'), y) + the defence's own terms
-    θ  ← θ − η (g_D + λ·r(η)·γ·g_CEL)           cem.stash; γ = 0 in the warm-up, then ramps up to --scale
-
-Random numbers of an epoch depend on the seed and the epoch alone, so a run resumed at an epoch's start goes on as if
-it had never stopped.
+Writes runs/NAME/: results.json, log.csv (a row an epoch), checkpoint.pt, and pictures. `--resume` goes on
+after an interruption, bit for bit on the same number of threads: the random numbers of an epoch depend on the
+seed and the epoch alone. One step of training stands in `train_epoch`, top to bottom.
 """
 
-import csv
-import io
 import math
 import sys
 import time
@@ -26,64 +18,42 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-import attack
 import cem
-import data
-import defenses
-import parallel
-from audit import accuracy, finish
-from cluster_cel import ClusterCEL
-from gated_att_cel import GatedAttCEL
-from gmm_cel import GMMCEL
-from options import NOT_SETTINGS, SHORT_RUN, parse
-from report import CHECKPOINT_FORMAT, Progress, UserError, cli, prepare_folder, read_checkpoint, write
-from slot_cross_cel import SlotCrossCEL
-from split_net import MIN_IMAGE_SIZE, UNITS, SplitNet, count_flops, feature_shape
+from attack import attacker_images, inspect_run, write_results
+from harness import files, parallel
+from harness.data import batches, check_images, fingerprint, load_splits
+from harness.decoder import Decoder
+from harness.evaluation import Victim, accuracy, state_hash
+from harness.files import UserError
+from harness.monitor import (
+    cel_figures,
+    defense_figures,
+    describe,
+    draw_spread,
+    draw_training,
+    epoch_line,
+    spread_per_class,
+)
+from harness.options import REFRESHED, parse_flags, training_settings
+from harness.parts import load_network, make_network, make_surrogates
+from harness.split_net import SplitNet
 
+MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4  # of the network's SGD; the paper's
+SURROGATE_LR = (
+    2e-3  # of the Adam that fits the surrogates' own parameters: γ·g_CEL is too small for a plain step
+)
+RAMP = 2  # epochs over which γ rises behind the warm-up
+REFRESH_SAMPLES = 50_000  # images in a refresh, to bound memory
+FIT_STEPS = 300  # of the attention on frozen features, before a trained network is hardened
 PROCESS_SEED = 500_009  # keeps the processes' random numbers apart
-
-
-# ------------------------------------------------------------------------------------------------ the parts
-
-def build(args, classes, image_size):
-    """-> (net, defense, surrogate or None, feature shape) on the device, from the seed."""
-    torch.manual_seed(args.seed)
-    try:
-        cut = args.cut + defenses.extra_cut(args.defense)
-        if args.cut < len(UNITS[args.arch]) <= cut:
-            raise ValueError(f"--cut {args.cut}: --defense {args.defense} cuts {cut - args.cut} unit deeper and leaves the server none; lower it.")
-        net = SplitNet(args.arch, classes, args.width, cut, args.bottleneck)
-        shape = feature_shape(net.encoder, image_size)
-        plain = SplitNet(args.arch, classes, args.width, args.cut, args.bottleneck).encoder
-        strengths = {name: getattr(args, name) for name in ("dropout", "distcorr", "patrol", "noise_arl")}
-        defense = defenses.build(args.defense, strengths, args.seed, shape, image_size, count_flops(plain, image_size))
-        cel = build_surrogate(args, classes, shape)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    net.to(args.device, memory_format=torch.channels_last)
-    return net, defense.to(args.device), cel.to(args.device) if cel is not None else None, shape
-
-
-def build_surrogate(args, classes, shape):
-    if args.pool > shape[1]:
-        raise ValueError(f"--pool {args.pool}: the features are {shape[1]}x{shape[2]}; pool to fewer cells a side.")
-    side = args.pool or shape[1]
-    dim, sigma = shape[0] * side * side, args.sigma * side / shape[1]  # the mean of n cells has noise σ/√n
-    given = lambda **flags: {k: getattr(args, v) for k, v in flags.items() if getattr(args, v) is not None}
-    # τ = var_threshold·σ² and the floor g0 are per dimension; a trace is D of them
-    terms = 1 if args.variance == "per_dim" or args.surrogate == "slot" else dim
-    tau, eps = terms * args.var_threshold * sigma ** 2, terms * args.floor
-    if args.surrogate == "gmm":
-        return GMMCEL(classes, dim, sigma, **given(components="clusters", covariance="covariance", update_scale="update_scale"))
-    if args.surrogate == "cluster":
-        return ClusterCEL(classes, dim, tau, eps=eps, **given(clusters="clusters", form="form", variance="variance", outliers="outliers"))
-    if args.surrogate == "gated":
-        return GatedAttCEL(dim, tau, eps=eps, sigma=sigma,
-                           **given(hidden="hidden", variance="variance", attention="attention", measure_on="measure_on"))
-    if args.surrogate == "slot":
-        return SlotCrossCEL(dim, tau, eps=eps, sigma=sigma, num_classes=classes, **{gate: False for gate in args.off},
-                            **given(slots="slots", attention="attention", measure_on="measure_on"))
-    return None
+VALUES = (
+    "epoch",
+    "log",
+    "seconds",
+    "average",
+    "base",
+    "spread",
+)  # of a checkpoint, beside modules and optimisers
 
 
 def learning_rate(args, done):
@@ -91,232 +61,247 @@ def learning_rate(args, done):
     if args.schedule == "steps":
         return args.lr * 0.2 ** sum(done >= milestone for milestone in (1 / 4, 1 / 2, 2 / 3, 5 / 6))
     rise = 0.15
-    return args.lr * (0.04 + 0.96 * done / rise) if done < rise else args.lr * 0.5 * (1 + math.cos(math.pi * (done - rise) / (1 - rise)))
+    if done < rise:
+        return args.lr * (0.04 + 0.96 * done / rise)
+    return args.lr * 0.5 * (1 + math.cos(math.pi * (done - rise) / (1 - rise)))
 
 
 def loss_scale(args, epoch):
-    # γ: 0 in the warm-up, then up to --scale in --ramp epochs
-    return args.scale * min(1.0, (epoch - args.warmup + 1) / max(1, args.ramp)) if epoch >= args.warmup else 0.0
+    # γ: 0 in the warm-up, then up to --scale in RAMP epochs; with --init from the first step
+    rise = 1.0 if args.init else min(1.0, (epoch - args.warmup + 1) / RAMP)
+    return args.scale * rise if epoch >= args.warmup else 0.0
 
-
-def pooled(z, side):
-    return F.adaptive_avg_pool2d(z, side) if side else z
-
-
-def make_optimizer(args, net, cel):
-    groups = [{"params": list(net.parameters()), "weight_decay": args.weight_decay}]
-    if cel is not None and any(p.requires_grad for p in cel.parameters()):
-        groups.append({"params": list(cel.parameters()), "weight_decay": 0.0})
-    return torch.optim.SGD(groups, lr=args.lr, momentum=args.momentum)
-
-
-# ------------------------------------------------------------------------------------------------ training
 
 class Run:
-    """Everything a checkpoint holds."""
+    """Everything a checkpoint holds, and the training of it."""
 
     def __init__(self, args, splits):
-        self.args, self.splits = args, splits
-        self.image_size = splits.train.x.shape[-1]
-        self.net, self.defense, self.cel, self.shape = build(args, len(splits.classes), self.image_size)
-        self.optimizer = make_optimizer(args, self.net, self.cel)
-        self.fingerprint = data.fingerprint(splits)
-        self.epoch, self.log = 0, []
-        self.counted = []  # a counted step's (active, gradient ratio, finite, share of the batch that was skipped)
-        self.seconds = 0.0
-        self.victim = attack.Victim(self.net.encoder, args.sigma, self.defense.wire)
+        self.args, self.splits, self.image_size = args, splits, splits.train.x.shape[-1]
         self.steps = len(splits.train) // (args.batch_size * parallel.processes())
-        # a surrogate's built-in delay, scaled down for short runs
-        self.delay = 0
-        if hasattr(self.cel, "delay_calls"):
-            self.delay = self.cel.delay_calls = min(self.cel.delay_calls, int(SHORT_RUN * self.steps * max(0, args.epochs - args.warmup)))
-        self.refreshes = hasattr(self.cel, "refresh")
-
-    def state(self):
-        return {"format": CHECKPOINT_FORMAT, "config": vars(self.args), "net": self.net.config, "weights": self.net.state_dict(),
-                "data": self.fingerprint,
-                "surrogate": self.cel.state_dict() if self.cel is not None else {}, "defense": self.defense.state_dict(),
-                "optimizer": self.optimizer.state_dict(), "epoch": self.epoch, "log": self.log, "seconds": self.seconds,
-                "stats": dict(self.cel.stats) if self.cel is not None else {}, "defense_stats": dict(self.defense.stats),
-                "counted": torch.stack(self.counted).cpu() if self.counted else torch.empty(0, 4)}
-
-    def load(self, state, path="checkpoint.pt"):
-        if state["data"] != self.fingerprint:
-            raise UserError(f"--dataset {self.args.dataset}: its images are not those of the checkpoint; restore them or train again.")
         try:
-            self.restore(state)
-        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError):  # weights of another network, figures that are none
-            raise UserError(f"{path}: does not fit this network and these settings; delete it and train again.") from None
+            net, self.defense, self.shape = make_network(args, len(splits.classes), self.image_size)
+            self.cels = make_surrogates(args, len(splits.classes), self.shape, self.image_size, self.steps)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        self.data, self.epoch, self.log, self.seconds = fingerprint(splits), 0, [], 0.0
+        self.base, self.spread = None, []
+        self.use(net)
 
-    def restore(self, state):
-        self.net = SplitNet(**state["net"]).to(self.args.device, memory_format=torch.channels_last)
-        self.net.load_state_dict(state["weights"])
-        self.victim = attack.Victim(self.net.encoder, self.args.sigma, self.defense.wire)
-        if self.cel is not None:
-            self.cel.load_state_dict(state["surrogate"])
-            self.cel.stats = state["stats"]
-        self.defense.load_state_dict(state["defense"])
-        self.defense.stats.update(state["defense_stats"])
-        self.optimizer = make_optimizer(self.args, self.net, self.cel)
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.epoch, self.log, self.seconds = state["epoch"], state["log"], state["seconds"]
-        self.counted = list(state["counted"].to(self.args.device))
+    def use(self, net):
+        """Train `net` from here on, with fresh optimisers."""
+        self.net, self.victim = net, Victim(net.encoder, self.args.sigma, self.defense.wire)
+        self.average = []
+        sgd = {"momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY, "nesterov": True}
+        self.optimizer = torch.optim.SGD(net.parameters(), self.args.lr, **sgd)
+        own = [p for p in self.cels.parameters() if p.requires_grad]
+        self.cel_optimizer = torch.optim.Adam(own, SURROGATE_LR) if own else None
+
+    def look(self, z, y, x, cels):
+        """[(L_CEL, surrogate)]; [A §3.3 step 1] allows to pool z first."""
+        z = F.adaptive_avg_pool2d(z, self.args.pool) if self.args.pool else z
+        with torch.random.fork_rng(devices=[]):  # crops and noise go on as if there were no surrogate
+            return [(cel(z, y, x), cel) for cel in cels]
+
+    def train_epoch(self, tick):
+        """-> the epoch's row of the log"""
+        args, net, cels, defense = self.args, self.net, self.cels, self.defense
+        order = self.epoch_order()
+        net.train(args.lr > 0)  # a rate of 0 changes nothing, BatchNorm's averages included
+        gamma, fitted = loss_scale(args, self.epoch), self.epoch > 0 or args.init
+        # gmm and cluster are silent until their first refresh; the attention is fitted in the warm-up as well
+        acting = {n: cel for n, cel in cels.items() if n not in REFRESHED or (fitted and gamma > 0)}
+        lambdas = dict(zip(cels, args.lambd))
+        sums, figures = torch.zeros(5, device=args.device), {}
+        for step, (x, y) in enumerate(batches(self.splits.train, args.batch_size, True, args.device, order)):
+            done = (self.epoch * self.steps + step) / (args.epochs * self.steps)
+            lr = self.optimizer.param_groups[0]["lr"] = learning_rate(args, done)
+            self.optimizer.zero_grad(set_to_none=True)
+
+            # z = F_e(x)                                              the encoder, on the device
+            z = net.encoder(x)
+            z_cut = z.detach().requires_grad_()
+            # z' = wire(z + n),  n ~ N(0, σ²I)                        what is sent
+            sent = defense.wire(cem.channel(z_cut, args.sigma) if args.sigma else z_cut)
+            # L_D = cross-entropy(server(z'), y) + the defence's own terms
+            logits = net.server(sent)
+            loss_d = F.cross_entropy(logits, y, label_smoothing=args.label_smoothing)
+            loss_d = loss_d + defense.loss(x, z_cut, sent)
+            # (i) λ·r(η)·γ·∂L_CEL/∂z, and γ·g_CEL for the surrogate's own parameters
+            losses = self.look(z_cut, y, x, acting.values())
+            weights = [lambdas[name] * cem.lr_ratio(lr, args.eta_ref) * gamma for name in acting]
+            if self.cel_optimizer:
+                self.cel_optimizer.zero_grad(set_to_none=True)
+            g_cel, finite = cem.cel_gradient(z_cut, losses, weights, args.scale, args.clip)
+            # (ii)-(iv) θ ← θ − η (g_D + λ·r(η)·γ·g_CEL)
+            terms = defense.encoder_terms(net.encoder, x)
+            if args.stash == "cut":
+                g_d = cem.stash_at_cut(z, z_cut, loss_d, g_cel, terms)
+            else:
+                average = self.average, args.momentum_decay
+                g_d = cem.stash_params(z, z_cut, loss_d, g_cel, net.encoder, terms, *average)
+            parallel.average_gradients([*net.parameters(), *cels.parameters()])
+            self.optimizer.step()
+            if self.cel_optimizer:
+                self.cel_optimizer.step()
+            defense.after_step(x, sent.detach())
+
+            # what the log tells, without waiting for the device
+            cel = sum((loss.detach() for loss, _ in losses), torch.zeros_like(loss_d))
+            ratio = g_cel.norm() / g_d.norm().clamp_min(torch.finfo(g_d.dtype).tiny)
+            right = (logits.argmax(1) == y).float().mean()
+            sums += torch.stack([loss_d.detach(), cel, right, ratio, 1 - finite])
+            for name, surrogate in acting.items():
+                for key, value in surrogate.stats.items():
+                    figures[f"{name}.{key}"] = figures.get(f"{name}.{key}", 0) + value.float() / self.steps
+            tick(done + 1 / (args.epochs * self.steps))
+        parallel.average([sums, *self.average])
+        for part in (net, defense, cels):
+            parallel.average_statistics(part)
+        names = ("loss_d", "loss_cel", "train_accuracy", "gradient_ratio", "nonfinite_steps")
+        row = {
+            "epoch": self.epoch + 1,
+            "lr": lr,
+            "scale": gamma,
+            **dict(zip(names, sums.div(self.steps).tolist())),
+        }
+        return row | {key: float(value) for key, value in (figures | defense.stats).items()}
 
     def epoch_order(self):
         """Seed this epoch's random numbers, and deal the training images to the processes."""
-        seed = self.args.seed * 1_000_003 + self.epoch
+        seed, n = self.args.seed * 1_000_003 + self.epoch, parallel.processes()
         torch.manual_seed(seed)
         order = torch.randperm(len(self.splits.train))
-        if parallel.processes() > 1:  # one order for all, crops and noise of each one's own
+        if n > 1:  # one order for all, crops and noise of each one's own
             torch.manual_seed(seed + PROCESS_SEED * parallel.rank())
-            order = order[:len(order) // parallel.processes() * parallel.processes()][parallel.rank()::parallel.processes()]
+            order = order[: len(order) // n * n][parallel.rank() :: n]
         return order
 
-    def train_epoch(self, tick):
-        args, net, cel, defense = self.args, self.net, self.cel, self.defense
-        order = self.epoch_order()
-        net.train()
-        gamma, totals = loss_scale(args, self.epoch), torch.zeros(3, device=args.device)
-        use_cel = cel is not None and gamma > 0
-        first_counted = max(args.warmup, 1 if self.refreshes else 0) * self.steps + self.delay
-        for step, (x, y) in enumerate(data.batches(self.splits.train, args.batch_size, augment=True, device=args.device, order=order,
-                                                      shift=args.shift)):
-            done = self.epoch * self.steps + step
-            lr = learning_rate(args, done / (args.epochs * self.steps))
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.zero_grad(set_to_none=True)
-            # z = F_e(x);  z' = wire(z + n)
-            z = net.encoder(x)
-            z_cut = z.detach().requires_grad_()
-            sent = defense.wire(cem.channel(z_cut, args.sigma) if args.sigma else z_cut)
-            # L_D = cross-entropy + the defence's own terms
-            logits = net.server(sent)
-            loss_d = F.cross_entropy(logits, y) + defense.loss(x, z_cut, sent)
-            loss_cel = cel(pooled(z_cut, args.pool), y) if use_cel else None
-            out = cem.stash(args.stash, z, z_cut, loss_d, loss_cel, net.encoder, cel, args.lambd * cem.lr_ratio(lr, args.eta_ref),
-                            gamma, args.clip, defense.encoder_terms(net.encoder, x))
-            parallel.average_gradients([*net.parameters(), *(cel.parameters() if use_cel else [])])
-            self.optimizer.step()
-            defense.after_step(x, sent.detach())
-            totals += torch.stack([loss_d.detach(), loss_cel.detach() if use_cel else loss_d.detach() * 0,
-                                   (logits.argmax(1) == y).float().mean()])
-            if use_cel and done >= first_counted:
-                skipped = (cel.stats["skipped"] + cel.stats["nonfinite"]) / len(y)
-                self.counted.append(torch.stack([cel.stats["active"].to(z.dtype), out["ratio"].detach(), out["finite"], skipped.to(z.dtype)]))
-            tick(done + 1, args.epochs * self.steps)
-            if args.verbose and use_cel and done % 200 == 0 and parallel.rank() == 0:
-                print("\n" + "  ".join(f"{k} {v.float().mean():.4g}" for k, v in cel.stats.items()))
-        parallel.average([totals, *net.buffers(), *defense.buffers(), *(cel.buffers() if cel is not None else [])])
-        return totals.div(self.steps).tolist(), gamma, lr
-
     def refresh(self):
-        """Stage 2: the surrogate's statistics from clean features of the training images, eval mode, no gradient."""
-        chosen = torch.randperm(len(self.splits.train))[:self.args.refresh_samples].sort().values
-        part = self.splits.train[chosen] if len(chosen) < len(self.splits.train) else self.splits.train
-        self.net.eval()
-        self.cel.refresh(pooled(self.victim.features(part.x), self.args.pool), part.y.to(self.args.device))
-        if hasattr(self.cel, "num_samples"):
-            self.cel.num_samples.fill_(len(self.splits.train))  # N of the running update counts the whole set
-        parallel.copy_from_first(self.cel.buffers())
+        """[A §3.4] the statistics of gmm and cluster, from clean features of the training images."""
+        refreshed, part = [self.cels[name] for name in REFRESHED if name in self.cels], self.splits.train
+        if refreshed:
+            n = len(part)
+            part = part[torch.randperm(n)[:REFRESH_SAMPLES].sort().values] if n > REFRESH_SAMPLES else part
+            z = self.victim.features(part.x)
+            z = F.adaptive_avg_pool2d(z, self.args.pool) if self.args.pool else z
+            for cel in refreshed:
+                cel.refresh(z, part.y.to(self.args.device), num_samples=n)
+            parallel.copy_from_first(self.cels.buffers())
+
+    def start_from(self, folder):
+        """--init: the weights of a trained run, and surrogates that fit them before the first step."""
+        path = folder / "checkpoint.pt"
+        state = files.read_checkpoint(path)
+        check_images(state, self.splits, path)
+        net, _ = files.read_ours(path, lambda _: load_network(state, self.args, self.image_size))
+        self.use(net)
+        self.base = {"name": folder.name, "hash": state_hash(net)}
+        torch.manual_seed(self.args.seed)
+        self.refresh()
+        learning = [cel for cel in self.cels.values() if any(p.requires_grad for p in cel.parameters())]
+        net.eval()
+        for _ in range(math.ceil(FIT_STEPS / self.steps) if learning else 0):
+            for x, y in batches(self.splits.train, self.args.batch_size, True, self.args.device):
+                with torch.no_grad():
+                    z = net.encoder(x)
+                z.requires_grad_()
+                self.cel_optimizer.zero_grad(set_to_none=True)
+                cem.cel_gradient(z, self.look(z, y, x, learning), [0.0] * len(learning), self.args.scale)
+                parallel.average_gradients(self.cels.parameters())
+                self.cel_optimizer.step()
 
     def train(self, save, tick):
         args = self.args
         while self.epoch < args.epochs:
             start = time.perf_counter()
-            (loss_d, loss_cel, train_acc), gamma, lr = self.train_epoch(tick)
-            if not math.isfinite(loss_d):
-                raise UserError(f"training diverged in epoch {self.epoch + 1} (the loss is {loss_d}); lower --lr or --lambd.")
-            if self.defense.after_epoch(self.epoch, args.epochs, self.net):
-                self.victim = attack.Victim(self.net.encoder, args.sigma, self.defense.wire)
-                self.optimizer = make_optimizer(args, self.net, self.cel)
+            row = self.train_epoch(tick)
+            if not math.isfinite(row["loss_d"]):
+                raise UserError(f"training diverged in epoch {row['epoch']}; lower --lr or --lambd.")
+            if self.defense.after_epoch(self.epoch, args.epochs, self.net):  # PATROL replaced parameters
+                self.use(self.net)
             # fitted at the end of this epoch, used in the next: from the last epoch of the warm-up on
             due = self.epoch - max(args.warmup, 1) + 1
-            if self.refreshes and due >= 0 and due % args.refresh_every == 0:
+            if due >= 0 and due % args.refresh_every == 0:
                 self.refresh()
-            row = {"epoch": self.epoch + 1, "lr": lr, "scale": gamma, "loss_d": loss_d, "loss_cel": loss_cel, "train_accuracy": train_acc,
-                   "val_accuracy": accuracy(self.net, self.victim, self.splits.val), "seconds": time.perf_counter() - start}
+            row["val_accuracy"] = accuracy(self.net, self.victim, self.splits.val)
+            self.spread = (
+                [*self.spread[:1], spread_per_class(self.victim, self.splits.val)] if self.cels else []
+            )
+            row["seconds"] = time.perf_counter() - start
             self.log.append(row)
             self.seconds += row["seconds"]
             self.epoch += 1
-            save(self)
+            files.say(epoch_line(row, args.epochs, self.cels))
+            save()
 
-    def cel_report(self):
-        """How the surrogate fared over the steps behind warm-up and delay, and its own figures of the last call."""
-        if not self.counted:
-            return {"active_share": None, "grad_ratio": None}
-        active, ratio, finite, skipped = torch.stack(self.counted).float().cpu().unbind(1)
-        return {"active_share": active.mean().item(), "grad_ratio": ratio.median().item(), "skipped_share": skipped.mean().item(),
-                "counted_steps": len(ratio), "nonfinite_steps": int((finite == 0).sum()), "delay_calls": self.delay,
-                "last_call": {k: v.tolist() for k, v in self.cel.stats.items()}}
+    # ---------------------------------------------------------------------------------------- its checkpoint
 
+    def parts(self):
+        found = {"weights": self.net, "optimizer": self.optimizer, "cels": self.cels, "defense": self.defense}
+        return {**found, "cel_optimizer": self.cel_optimizer} if self.cel_optimizer else found
 
-# ------------------------------------------------------------------------------------------------ output
+    def state(self):
+        fixed = {"format": files.FORMAT, "config": vars(self.args), "data": self.data, "net": self.net.config}
+        values = {name: getattr(self, name) for name in VALUES}
+        return {**fixed, **values, **{name: part.state_dict() for name, part in self.parts().items()}}
 
-def save_run(folder, run):
-    state = run.state()
-    write(folder / "checkpoint.pt", lambda temporary: torch.save(state, temporary))
-    write_log(folder, run)
-
-
-def write_log(folder, run):
-    text = io.StringIO()
-    writer = csv.DictWriter(text, run.log[0].keys(), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(run.log)
-    write(folder / "log.csv", text.getvalue())
-
-
-def load_splits(args):
-    splits = data.load(args.dataset, args.data_dir, args.image_size, args.seed, args.val_share, args.aux_share, args.train_size)
-    if splits.train.x.shape[-1] < MIN_IMAGE_SIZE:
-        raise UserError(f"--dataset {args.dataset}: its images have {splits.train.x.shape[-1]} pixels a side; enlarge them with --image-size {MIN_IMAGE_SIZE}.")
-    if len(splits.train) < args.batch_size * parallel.processes():
-        raise UserError(f"--batch-size {args.batch_size}: there are only {len(splits.train)} training images; lower it.")
-    largest = min(splits.train.y.bincount().max().item(), args.refresh_samples)
-    if args.clusters and args.clusters > largest:
-        raise UserError(f"--clusters {args.clusters}: the largest class has {largest} images to fit them on; lower it.")
-    return splits
+    def load(self, state):
+        self.use(SplitNet(**state["net"]).to(self.args.device, memory_format=torch.channels_last))
+        for name, part in self.parts().items():
+            part.load_state_dict(state[name])
+        for name in VALUES:
+            setattr(self, name, state[name])
+        self.average = [g.to(self.args.device) for g in self.average]
 
 
 def train(argv):
-    args = parse(argv)
+    args = parse_flags(argv)
     args.device = parallel.start(args.device)
-    args.processes = parallel.processes()
-    say = print if parallel.rank() == 0 else lambda line: None
-    folder = Path(args.runs_dir) / args.out
+    args.processes, args.threads = parallel.processes(), torch.get_num_threads()
+    folder = Path(args.runs_dir) / (args.name + (f"-{args.processes}processes" if args.processes > 1 else ""))
     run = Run(args, parallel.first_then_others(lambda: load_splits(args)))
-    if args.resume and not (folder / "checkpoint.pt").exists():
-        say(f"{folder / 'checkpoint.pt'}: nothing to resume yet, starting from the beginning")
-    elif args.resume:
-        state = read_checkpoint(folder / "checkpoint.pt")
-        if state["config"].get("processes", 1) != args.processes:
-            raise UserError(f"--resume: {folder / 'checkpoint.pt'} was made by {state['config'].get('processes', 1)} processes; start as many.")
-        changed = [k for k, v in vars(args).items() if state["config"].get(k) != v and k not in (*NOT_SETTINGS, "processes")]
-        if changed:
-            raise UserError(f"--resume: {folder / 'checkpoint.pt'} was made with another --{changed[0].replace('_', '-')}; repeat its settings or choose another --out.")
-        run.load(state, folder / "checkpoint.pt")
     if args.attack:  # before hours of training, not behind them
-        attack.Decoder(run.shape, run.image_size, 1, 8)
-        attack.attacker_images(run.splits, args.attacker_data, args.seed)
-    s = run.splits
-    say(f"{args.dataset}: {len(s.train)} train, {len(s.val)} val, {len(s.test)} test images of {len(s.classes)} classes")
-    say(f"{args.arch} cut after {run.net.config['cut']} units, z = {'x'.join(map(str, run.shape))}, sigma {args.sigma:g}, "
-          f"surrogate {args.surrogate}, defence {args.defense}, device {args.device}")
-    if run.cel is not None:
-        say(f"lambda {args.lambd:g}, scale {args.scale:g}, warm-up {args.warmup} of {args.epochs} epochs" + (f", delay {run.delay} calls" if run.delay else ""))
-    progress = Progress()
-    if parallel.rank() > 0:
-        return run.train(lambda run: None, lambda done, total: None)
-    prepare_folder(folder)
-    if run.log:  # killed between checkpoint and log, it would stay a row behind
-        write_log(folder, run)
-    run.train(lambda run: save_run(folder, run), lambda done, total: progress("train   ", done / total))
-    finish(run, args, folder, argv, "train.py")
+        Decoder(run.shape, run.image_size, 1, 8)
+        attacker_images(run.splits, args.attacker_data, args.seed)
+    first = parallel.is_first()
+    taken = parallel.first_alone(lambda: files.take_folder(folder, args, training_settings(args)))
+    lock, state = taken if first else (None, None)
+    state = parallel.from_first(state)
+    if state is not None:
+        check_images(state, run.splits, folder / "checkpoint.pt")
+        files.read_ours(folder / "checkpoint.pt", lambda _: run.load(state))
+    elif args.init:
+        run.start_from(Path(args.init))
+    describe(args, run.splits, run.shape, run.cels)
+
+    def save():
+        if first:
+            state = run.state()
+            files.write(folder / "checkpoint.pt", lambda path: torch.save(state, path))
+            files.write_rows(folder / "log.csv", run.log)
+
+    progress = files.Progress()
+    run.train(save, lambda done: progress("train", done))
+    if first:
+        # killed between checkpoint and log, the log would stay a row behind
+        files.write_rows(folder / "log.csv", run.log)
+        report(run, folder, argv)
+
+
+def report(run, folder, argv):
+    """Attack the trained network, write what came of it, print it."""
+    results, pictures = inspect_run(run.net, run.defense, run.splits, run.args)
+    results["cel"], results["base"] = cel_figures(run.log[-1], run.cels), run.base
+    results["defense"] = defense_figures(run.log[-1], run.args.defense)
+    results["nonfinite_steps"] = round(sum(row["nonfinite_steps"] for row in run.log) * run.steps)
+    results["seconds"]["train"], results["environment"] = run.seconds, files.environment("train.py", argv)
+    draw_training(folder / "training.png", run.log)
+    draw_spread(folder / "spread.png", run.spread, run.cels)
+    write_results(folder, "results", results, pictures, run.splits)
 
 
 def main(argv=None):
-    return cli(train, argv, "train.py")
+    return files.command_line(train, argv, "train.py")
 
 
 if __name__ == "__main__":

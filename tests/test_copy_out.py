@@ -10,14 +10,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SECTION = re.search(r"## Copy a surrogate.*?(?=\n## )", (ROOT / "README.md").read_text(encoding="utf-8"), re.S).group()
+SECTION = re.search(
+    r"## Copy a surrogate.*?(?=\n## )", (ROOT / "README.md").read_text(encoding="utf-8"), re.S
+).group()
 LOOP = re.search(r"```python\n(.*?)```", SECTION, re.S).group(1)
-ROWS = re.findall(r"^\| (\w+_cel)\.py \| `((\w+)\(.*\))`.* \| ([\d.]+(?: / D)?) \|$", SECTION, re.M)  # file, constructor, class, λ
+ROWS = re.findall(
+    r"^\| (\w+_cel)\.py \| `((\w+)\(.*\))`.* \| ([\d.]+(?: / D)?) \|$", SECTION, re.M
+)  # file, constructor, class, λ
 TERM = " + lambd * cel(z, y)"
 FILES = sorted(path.stem for path in ROOT.glob("*_cel.py"))
 
 # What the stranger has: x = class centre + nuisance in 12 dimensions; an encoder that sends feature maps in (0,1); a linear server.
-STRANGER = '''
+STRANGER = """
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -35,8 +39,8 @@ server = nn.Sequential(nn.Flatten(), nn.Linear(D, classes))
 optimizer = torch.optim.Adam([*encoder.parameters(), *server.parameters()], lr=0.01)
 first_loss = F.cross_entropy(server(encoder(x)), y).item()
 images, labels = x, y
-'''
-RESULT = '''
+"""
+RESULT = """
 with torch.no_grad():
     z = encoder(images).flatten(1)
     logits = server((z + sigma * torch.randn_like(z)).view(-1, 4, 2, 2))
@@ -48,15 +52,15 @@ with torch.no_grad():
         "last_loss": F.cross_entropy(logits, labels).item(),
         "called": bool(cel.stats),
     }))
-'''
-ALONE = '''
+"""
+ALONE = """
 try:
     import cem
 except ModuleNotFoundError:
     pass
 else:
     raise SystemExit("the repository can be imported from here")
-'''
+"""
 
 
 def test_readme_names_every_file_once():
@@ -70,8 +74,17 @@ def start_stranger(directory, file, constructor, name, lambd, loop):
     assert f"from {file} import {name}" in loop and f"cel = {constructor}" in loop
     directory.mkdir()
     shutil.copy(ROOT / f"{file}.py", directory)
-    (directory / "stranger.py").write_text(ALONE + STRANGER.format(lambd=lambd) + loop + RESULT, encoding="utf-8")
-    return subprocess.Popen([sys.executable, "-E", "-s", "stranger.py"], cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8")
+    (directory / "stranger.py").write_text(
+        ALONE + STRANGER.format(lambd=lambd) + loop + RESULT, encoding="utf-8"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-E", "-s", "stranger.py"],
+        cwd=directory,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+    )
 
 
 @pytest.fixture(scope="module")

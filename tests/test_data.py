@@ -1,26 +1,28 @@
-"""Oracles for data.py: literal loops for batches, independent image arithmetic for folders, one sentence for every mistake."""
+"""What harness/data.py, folders.py and shapes.py do: literal loops for batches, independent arithmetic for
+pictures, a cache that is never wrong and never runs code, and one sentence for every mistake."""
+
 import hashlib
 import importlib
 import os
+import pickle
+import shutil
+import struct
 import subprocess
 import sys
+import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from conftest import RunsCode, picture_folder, random_pixels, save_picture, seeded, sentence
 from PIL import Image
 
-import data
-from data import Images, batches, crop_and_flip, draw_shapes, load, to_float
-from report import UserError
+from harness import data, folders
+from harness.data import Images, batches, crop_and_flip, draw_shapes, load, load_splits, to_float
 
-ROOT = Path(data.__file__).parent
-
-
-@pytest.fixture(scope="module")
-def shapes():
-    return load("shapes", seed=0, aux_share=0.2)
+ROOT = Path(data.__file__).parents[1]
 
 
 def rows(x):
@@ -28,76 +30,19 @@ def rows(x):
     return [image.tobytes() for image in x.permute(0, 2, 3, 1).contiguous().numpy()]
 
 
-def save(path, pixels):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(pixels).save(path)
-
-
-def random_pixels(seed, height=32, width=32):
-    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-
-
-def make_folder(root, classes=("ant", "bee"), train=10, test=2, size=32):
-    """train/CLASS/i.png, test/CLASS/i.png; -> {relative path: pixels}."""
-    made = {}
-    for split, count in (("train", train), ("test", test)):
-        for name in classes:
-            for i in range(count):
-                path = f"{split}/{name}/{i}.png"
-                made[path] = random_pixels(len(made), size, size)
-                save(root / path, made[path])
-    return made
-
-
 def load_pair(folder, tmp_path, image_size=None):
-    return data.load_folder(folder, image_size, tmp_path / "cache")
+    """-> Images of train, Images of test, class names; cached in tmp_path/cache"""
+    train, test, classes = folders.load_folder(folder, image_size, tmp_path / "cache")
+    return Images(*train), Images(*test), classes
 
 
-# ------------------------------------------------------------------------------------------------ torchvision
-
-def test_torchvision_imports_in_a_fresh_process():
-    code = "import data; tv = data.import_torchvision(); from torchvision.datasets import CIFAR10; print('ok', tv.__version__)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.startswith("ok"), done.stderr
+# -------------------------------------------------------------------------------- shapes
 
 
-def imports(monkeypatch, errors):
-    """import_module raises the errors in turn, then returns a marker; -> (names asked for, operators declared)."""
-    asked, declared = [], []
+@pytest.fixture(scope="module")
+def shapes():
+    return load("shapes", seed=0, aux_share=0.2)
 
-    def import_module(name):
-        asked.append(name)
-        if errors:
-            raise errors.pop(0)
-        return "the module"
-    monkeypatch.setattr(data.importlib, "import_module", import_module)
-    monkeypatch.setattr(data.torch.library, "define", lambda name, schema: declared.append((name, schema)))
-    return asked, declared
-
-
-def test_missing_nms_is_declared_and_the_import_tried_again(monkeypatch):
-    asked, declared = imports(monkeypatch, [RuntimeError("operator torchvision::nms does not exist")])
-    assert data.import_torchvision() == "the module"
-    assert asked == ["torchvision", "torchvision"]
-    assert [name for name, _ in declared] == ["torchvision::nms", "torchvision::qnms"]
-    assert all(schema == "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor" for _, schema in declared)
-
-
-@pytest.mark.parametrize("error", [RuntimeError("operator torchvision::roi_align does not exist"), RuntimeError("CUDA error"),
-                                   ImportError("No module named torchvision")])
-def test_any_other_import_error_is_passed_on(monkeypatch, error):
-    asked, declared = imports(monkeypatch, [error])
-    with pytest.raises(type(error), match=str(error)):
-        data.import_torchvision()
-    assert asked == ["torchvision"] and declared == []
-
-
-def test_a_torchvision_that_imports_is_left_alone(monkeypatch):
-    asked, declared = imports(monkeypatch, [])
-    assert data.import_torchvision() == "the module" and asked == ["torchvision"] and declared == []
-
-
-# ------------------------------------------------------------------------------------------------ shapes
 
 def test_shapes_same_seed_same_bytes_other_seed_other_bytes():
     a, b, c = draw_shapes(50, seed=3), draw_shapes(50, seed=3), draw_shapes(50, seed=4)
@@ -108,22 +53,21 @@ def test_shapes_same_seed_same_bytes_other_seed_other_bytes():
 def test_shapes_are_distinct_varied_and_balanced(shapes):
     parts = (shapes.train, shapes.val, shapes.aux, shapes.test)
     images = [row for part in parts for row in rows(part.x)]
-    assert len(images) == data.SHAPES_TRAIN + data.SHAPES_TEST == len(set(images))  # train and test share nothing either
+    assert (
+        len(images) == data.SHAPES_TRAIN + data.SHAPES_TEST == len(set(images))
+    )  # none twice, test included
     for part in parts:
         assert part.x.dtype == torch.uint8 and part.y.dtype == torch.int64 and part.x.shape[1:] == (3, 32, 32)
         assert part.float().double().var() >= 0.03
     labels = torch.cat([part.y for part in parts[:3]])
     assert labels.bincount().tolist() == [data.SHAPES_TRAIN // 10] * 10
-    assert shapes.test.y.bincount().tolist() == [data.SHAPES_TEST // 10] * 10
-    assert len(shapes.classes) == 10
+    assert shapes.test.y.bincount().tolist() == [data.SHAPES_TEST // 10] * 10 and len(shapes.classes) == 10
 
 
 def test_every_shape_is_told_from_its_ground():
-    """A shape covers part of the picture, and shape and ground differ in colour: the mean colours inside and outside."""
-    n, size = 40, 32
-    images = draw_shapes(n, seed=0)
-    pixels = images.float()
-    ring = torch.ones(size, size, dtype=torch.bool)
+    """A shape covers part of the picture, and differs from its ground in colour."""
+    pixels = draw_shapes(40, seed=0).float()
+    ring = torch.ones(32, 32, dtype=torch.bool)
     ring[2:-2, 2:-2] = False  # the outermost two pixels belong to the ground nearly everywhere
     ground = pixels[:, :, ring].mean(2)  # [n, 3]
     far = (pixels - ground[:, :, None, None]).abs().amin(1) > 0.15  # pixels that differ in every channel
@@ -131,76 +75,119 @@ def test_every_shape_is_told_from_its_ground():
     assert (share > 0.03).all() and (share < 0.6).all()
 
 
-@pytest.mark.parametrize("flag", [31, 64])
-def test_shapes_have_one_size(flag):
-    with pytest.raises(UserError, match=f"--image-size {flag}.*32x32"):
-        load("shapes", image_size=flag)
+def test_a_class_is_one_shape_and_two_classes_are_two():
+    """The nearest class mean of the upright silhouettes, drawn alone: every class is its own."""
+    from harness.shapes import NAMES, shape_distance
+
+    t = torch.linspace(-1.2, 1.2, 41)
+    v, u = torch.meshgrid(t, t, indexing="ij")
+    drawn = torch.stack([(shape_distance(k, u, v) < 0).float() for k in range(len(NAMES))]).flatten(1)
+    overlap = drawn @ drawn.T / (drawn.sum(1)[:, None] + drawn.sum(1) - drawn @ drawn.T)  # ∩ / ∪
+    assert (drawn.mean(1) > 0.1).all() and overlap.fill_diagonal_(0).max() < 0.9
 
 
-# ------------------------------------------------------------------------------------------------ splits
+# -------------------------------------------------------------------------------- splits
+
 
 def test_splits_are_a_partition(shapes):
     drawn = draw_shapes(data.SHAPES_TRAIN, seed=0)
-    whole = dict(zip(rows(drawn.x), drawn.y.tolist()))
-    parts = {name: dict(zip(rows(part.x), part.y.tolist())) for name, part in
-             (("train", shapes.train), ("val", shapes.val), ("aux", shapes.aux))}
-    assert {name: len(part) for name, part in parts.items()} == {"train": 4200, "val": 600, "aux": 1200}
-    union = {}
-    for part in parts.values():
-        assert not union.keys() & part.keys()
-        union |= part
+    whole, union = dict(zip(rows(drawn.x), drawn.y.tolist())), {}
+    for part, size in ((shapes.train, 4200), (shapes.val, 600), (shapes.aux, 1200)):
+        found = dict(zip(rows(part.x), part.y.tolist()))
+        assert len(found) == size and not union.keys() & found.keys()
+        union |= found
     assert union == whole  # every training image once, with its own label
 
 
-def test_the_same_seed_loads_the_same_splits(monkeypatch):
-    monkeypatch.setattr(data, "SHAPES_TRAIN", 200), monkeypatch.setattr(data, "SHAPES_TEST", 50)
+def test_the_same_seed_loads_the_same_splits(few_shapes):
     a, b, c = (load("shapes", seed=seed, aux_share=0.2) for seed in (3, 3, 4))
     for name in ("train", "val", "aux", "test"):
-        assert torch.equal(getattr(a, name).x, getattr(b, name).x) and torch.equal(getattr(a, name).y, getattr(b, name).y)
-        assert not set(rows(getattr(a, name).x)) & set(rows(getattr(c, name).x))
+        one, two, other = (getattr(splits, name) for splits in (a, b, c))
+        assert torch.equal(one.x, two.x) and torch.equal(one.y, two.y)
+        assert not set(rows(one.x)) & set(rows(other.x))
+    assert data.fingerprint(a) == data.fingerprint(b) != data.fingerprint(c)
 
 
-def small_source(monkeypatch, n=100):
-    """load() over n tiny one-colour images whose pixel is their number."""
-    def numbered(count, start):
-        number = torch.arange(start, start + count, dtype=torch.uint8)
-        return Images(number.view(-1, 1, 1, 1).expand(-1, 3, 4, 4).contiguous(), number.long() % 5)
-    monkeypatch.setattr(data, "load_folder", lambda *_: (numbered(n, 0), numbered(20, 200), list("abcde")))
+@pytest.mark.parametrize("split", ["train", "val", "test", "aux"])
+def test_the_fingerprint_sees_every_pixel_and_label(few_shapes, split):
+    splits = load("shapes", aux_share=0.2)
+    before = data.fingerprint(splits)
+    part = getattr(splits, split)
+    part.x[-1, 2, -1, -1] ^= 1
+    pixel = data.fingerprint(splits)
+    part.x[-1, 2, -1, -1] ^= 1
+    part.y[0] += 1
+    assert len({before, pixel, data.fingerprint(splits)}) == 3
+    sentence(lambda: data.check_images({"data": before}, splits, "a.pt"), "a.pt", "other images")
+    part.y[0] -= 1
+    data.check_images({"data": before}, splits, "a.pt")
+
+
+def numbered(count, start):
+    """One-colour images whose pixel is their number."""
+    number = torch.arange(start, start + count, dtype=torch.uint8)
+    return number.view(-1, 1, 1, 1).expand(-1, 3, 4, 4).contiguous(), number.long() % 5
+
+
+@pytest.fixture
+def hundred(monkeypatch):
+    """load("anywhere") finds 100 training images, 0 to 99, and 20 test images, 200 to 219."""
+    found = (numbered(100, 0), numbered(20, 200), list("abcde"))
+    monkeypatch.setattr(data, "load_folder", lambda *_: found)
 
 
 def numbers(images):
     return images.x[:, 0, 0, 0].tolist()
 
 
-def test_val_depends_on_the_seed_and_test_does_not(monkeypatch):
-    small_source(monkeypatch)
+def test_val_depends_on_the_seed_and_test_does_not(hundred):
     a, b = load("anywhere", seed=0), load("anywhere", seed=1)
     assert set(numbers(a.val)) != set(numbers(b.val)) and len(a.val) == len(b.val) == 10
     for splits in (a, b):
-        assert numbers(splits.test) == list(range(200, 220))
-        assert sorted(numbers(splits.train) + numbers(splits.val)) == list(range(100)) and len(splits.aux) == 0
+        assert sorted(numbers(splits.test)) == list(range(200, 220))
+        assert sorted(numbers(splits.train) + numbers(splits.val)) == list(range(100)) and not len(splits.aux)
         for part in (splits.train, splits.val, splits.test):
             assert [v % 5 for v in numbers(part)] == part.y.tolist()
 
 
-def test_train_size_keeps_that_many_before_val_and_aux(monkeypatch):
-    small_source(monkeypatch)
-    splits = load("anywhere", seed=0, val_share=0.1, aux_share=0.25, train_size=40)
+def test_train_size_keeps_that_many_before_val_and_aux(hundred):
+    cut = lambda: load("anywhere", seed=0, val_share=0.1, aux_share=0.25, train_size=40)
+    splits = cut()
     assert (len(splits.val), len(splits.aux), len(splits.train)) == (4, 10, 26)
     assert len(set(numbers(splits.val) + numbers(splits.aux) + numbers(splits.train))) == 40
+    assert numbers(cut().train) == numbers(splits.train)
     assert len(load("anywhere", train_size=1000).train) == 90  # more than there are: all
-    assert numbers(load("anywhere", seed=0, val_share=0.1, aux_share=0.25, train_size=40).train) == numbers(splits.train)
 
 
-def test_too_few_images_for_a_validation_set(monkeypatch):
-    small_source(monkeypatch)
-    with pytest.raises(UserError, match="anywhere.*too few"):
-        load("anywhere", train_size=5)
-    with pytest.raises(UserError, match="anywhere.*too few"):
-        load("anywhere", val_share=0.5, aux_share=0.5)
+def test_too_few_images(hundred):
+    sentence(lambda: load("anywhere", train_size=5), "anywhere", "too few", "--train-size")
+    sentence(lambda: load("anywhere", val_share=0.5, aux_share=0.5), "anywhere", "too few")
+    sentence(lambda: load("anywhere", train_size=4), "--train-size 4", "5 classes")
 
 
-# ------------------------------------------------------------------------------------------------ batches
+def test_a_runs_settings_decide_its_splits(hundred):
+    args = dict(dataset="anywhere", data_dir="d", image_size=None, seed=0, train_size=None, batch_size=8)
+    wanted = SimpleNamespace(**args, attacker_data="aux")
+    sentence(lambda: load_splits(wanted), "anywhere", "4 pixels a side", "--image-size 32")
+    data.MIN_IMAGE_SIZE, before = 4, data.MIN_IMAGE_SIZE
+    try:
+        assert len(load_splits(wanted).aux) == 25 and len(load_splits(wanted).train) == 65
+        wanted.attacker_data = "train"
+        assert len(load_splits(wanted).aux) == 0
+        wanted.batch_size = 91
+        sentence(lambda: load_splits(wanted), "--batch-size 91", "only 90", "lower it")
+    finally:
+        data.MIN_IMAGE_SIZE = before
+
+
+def test_a_folders_test_images_are_dealt_class_by_class():
+    y = torch.tensor([0, 0, 0, 2, 2, 1, 0])
+    turn = lambda i: (sum(y[j] == y[i] for j in range(i)).item() if i else 0, y[i].item())
+    assert data.dealt(y).tolist() == sorted(range(len(y)), key=turn) == [0, 5, 3, 1, 4, 2, 6]
+
+
+# -------------------------------------------------------------------------------- batches
+
 
 def literal_crop_and_flip(x, generator, padding):
     """Pad one image at a time by repeating its edges, cut the shifted window out, mirror it or not."""
@@ -211,7 +198,7 @@ def literal_crop_and_flip(x, generator, padding):
     for i in range(b):
         padded = np.pad(x[i].numpy(), ((0, 0), (padding, padding), (padding, padding)), mode="edge")
         top, left = padding + int(shift_y[i]), padding + int(shift_x[i])
-        window = padded[:, top:top + h, left:left + w]
+        window = padded[:, top : top + h, left : left + w]
         out.append(window[:, :, ::-1] if mirrored[i] else window)
     return torch.from_numpy(np.stack(out))
 
@@ -220,32 +207,28 @@ def literal_crop_and_flip(x, generator, padding):
 @pytest.mark.parametrize("channels_last", [True, False])
 @pytest.mark.parametrize("padding", [0, 2, 4])
 def test_crop_and_flip_is_the_literal_loop(dtype, channels_last, padding):
-    x = torch.randint(0, 256, (40, 3, 9, 12), generator=torch.Generator().manual_seed(0)).to(dtype)
+    x = torch.randint(0, 256, (40, 3, 9, 12), generator=seeded(0)).to(dtype)
     given = x.contiguous(memory_format=torch.channels_last) if channels_last else x
-    got = crop_and_flip(given, torch.Generator().manual_seed(5), padding)
-    want = literal_crop_and_flip(x, torch.Generator().manual_seed(5), padding)
-    assert got.dtype == dtype and torch.equal(got, want)
-    assert got.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(given, x)  # the input is left as it was
+    got = crop_and_flip(given, seeded(5), padding)
+    assert got.dtype == dtype and torch.equal(got, literal_crop_and_flip(x, seeded(5), padding))
+    assert got.is_contiguous(memory_format=torch.channels_last) and torch.equal(given, x)
 
 
 def test_crop_and_flip_reaches_every_shift_and_both_sides():
     """One bright pixel in the middle: where it lands is the shift."""
     x = torch.zeros(2000, 3, 11, 11, dtype=torch.uint8)
     x[:, :, 5, 5] = 255
-    out = crop_and_flip(x, torch.Generator().manual_seed(0))
-    places = {tuple(p) for p in (out[:, 0] == 255).nonzero()[:, 1:].tolist()}
+    places = {tuple(p) for p in (crop_and_flip(x, seeded(0))[:, 0] == 255).nonzero()[:, 1:].tolist()}
     assert places == {(5 + dy, 5 + dx) for dy in range(-4, 5) for dx in range(-4, 5)}
     left = torch.zeros(2000, 3, 8, 8, dtype=torch.uint8)
     left[..., 0] = 255
-    mirrored = crop_and_flip(left, torch.Generator().manual_seed(0), padding=0)[:, 0, 0, -1] == 255
-    assert 900 < mirrored.sum() < 1100
+    assert 900 < (crop_and_flip(left, seeded(0), padding=0)[:, 0, 0, -1] == 255).sum() < 1100
 
 
 def test_batches_visit_every_image_once(shapes):
-    part = shapes.val[torch.arange(130)]
-    seen = [(row, int(y)) for x, y in batches(part, 32, generator=torch.Generator().manual_seed(0))
-            for row, y in zip(rows((x * 255).round().to(torch.uint8)), y)]
+    part, seen = shapes.val[torch.arange(130)], []
+    for x, y in batches(part, 32, generator=seeded(0)):
+        seen += zip(rows((x * 255).round().to(torch.uint8)), y.tolist())
     assert len(seen) == 130 and sorted(seen) == sorted(zip(rows(part.x), part.y.tolist()))
     assert [row for row, _ in seen] != rows(part.x)  # in another order
 
@@ -253,11 +236,11 @@ def test_batches_visit_every_image_once(shapes):
 def test_batches_are_floats_in_0_1_and_follow_the_generator():
     x = torch.arange(256, dtype=torch.uint8).view(4, 1, 8, 8).expand(-1, 3, -1, -1)
     images = Images(x, torch.arange(4))
-    (got, y), = batches(images, 4, generator=torch.Generator().manual_seed(1))
+    ((got, y),) = batches(images, 4, generator=seeded(1))
     assert got.dtype == torch.float32 and torch.equal(got, x[y].double().div(255).float())
     assert torch.equal(to_float(x), x.double().div(255).float())
-    orders = [torch.cat([y for _, y in batches(images, 2, generator=torch.Generator().manual_seed(s))]).tolist() for s in (1, 1, 2, 3)]
-    assert orders[0] == orders[1] and len({tuple(o) for o in orders}) > 1
+    order = lambda seed: torch.cat([y for _, y in batches(images, 2, generator=seeded(seed))]).tolist()
+    assert order(1) == order(1) and len({tuple(order(seed)) for seed in (1, 2, 3)}) > 1
 
 
 def test_augmented_batches_leave_out_the_last_short_one_only():
@@ -268,44 +251,48 @@ def test_augmented_batches_leave_out_the_last_short_one_only():
     assert [len(y) for _, y in batches(images, 5, augment=True)] == [5, 5]
 
 
-# ------------------------------------------------------------------------------------------------ folders
+def test_an_augmented_batch_is_its_images_in_the_given_order_cropped_and_flipped():
+    images, order, g = draw_shapes(20, seed=0), torch.arange(19, -1, -1), seeded(0)
+    for i, (x, y) in enumerate(batches(images, 5, augment=True, order=order, generator=seeded(0))):
+        index = order[5 * i : 5 * i + 5]
+        assert torch.equal(x, to_float(crop_and_flip(images.x[index], g))) and torch.equal(y, images.y[index])
+    assert i == 3
+
+
+# -------------------------------------------------------------------------------- folders of pictures
+
 
 def test_folder_keeps_pixels_and_labels(tmp_path):
-    made = make_folder(tmp_path / "f", classes=("bee", "ant", "cat"))
+    made = picture_folder(tmp_path / "f", classes=("bee", "ant", "cat"))
     train, test, classes = load_pair(tmp_path / "f", tmp_path)
     assert classes == ["ant", "bee", "cat"]
     for split, images in (("train", train), ("test", test)):
-        want = {pixels.tobytes(): classes.index(path.split("/")[1]) for path, pixels in made.items() if path.startswith(split)}
+        want = {
+            p.tobytes(): classes.index(name.split("/")[1])
+            for name, p in made.items()
+            if name.startswith(split)
+        }
         assert dict(zip(rows(images.x), images.y.tolist())) == want
         assert images.x.dtype == torch.uint8 and images.y.dtype == torch.int64
     splits = load(str(tmp_path / "f"), data_dir=tmp_path / "cache")
     assert len(splits.train) + len(splits.val) == 30 and len(splits.test) == 6
 
 
-@pytest.mark.parametrize("ending, mode", [("png", "L"), ("pgm", "L"), ("png", "LA"), ("png", "P"), ("png", "1")])
+MODES = [("png", "L"), ("pgm", "L"), ("png", "LA"), ("png", "P"), ("png", "1")]
+
+
+@pytest.mark.parametrize("ending, mode", MODES)
 def test_grey_becomes_rgb(tmp_path, ending, mode):
-    grey = np.random.default_rng(0).choice([0, 255] if mode == "1" else np.arange(256), (16, 16)).astype(np.uint8)
+    shades = [0, 255] if mode == "1" else np.arange(256)
+    grey = np.random.default_rng(0).choice(shades, (16, 16)).astype(np.uint8)
     Image.fromarray(grey).convert(mode).save(tmp_path / f"grey.{ending}")
-    got = data.decode(tmp_path / f"grey.{ending}", 16)
+    got = folders.decode(tmp_path / f"grey.{ending}", 16)
     assert torch.equal(got, torch.from_numpy(grey)[:, :, None].expand(-1, -1, 3))
 
 
-@pytest.mark.parametrize("ending", ["png", "pgm"])
-def test_sixteen_bit_grey_keeps_its_shades(tmp_path, ending):
-    """A 16-bit value v is the 8-bit shade v / 257, and not white wherever it is above 255."""
-    deep = (np.arange(256, dtype=np.uint16) * 257).reshape(16, 16)
-    path = tmp_path / f"deep.{ending}"
-    if ending == "png":
-        Image.fromarray(deep).save(path)
-    else:
-        path.write_bytes(b"P5\n16 16\n65535\n" + deep.astype(">u2").tobytes())
-    got = data.decode(path, 16).int()
-    want = torch.arange(256, dtype=torch.int32).view(16, 16, 1).expand(-1, -1, 3)
-    assert (got - want).abs().max() <= 1
-
-
 def halved(pixels):
-    """Bilinear (triangle) reduction by two, from its definition: weights 1, 3, 3, 1 over 8, cut off and rescaled at the edges."""
+    """Triangle filter by two, from its definition: weights 1, 3, 3, 1, cut off and rescaled at the edges."""
+
     def along_rows(a):
         n = len(a) // 2
         out = np.zeros((n, *a.shape[1:]))
@@ -313,6 +300,7 @@ def halved(pixels):
             taps = [(j, w) for j, w in zip(range(2 * i - 1, 2 * i + 3), (1, 3, 3, 1)) if 0 <= j < len(a)]
             out[i] = sum(w * a[j] for j, w in taps) / sum(w for _, w in taps)
         return out
+
     return along_rows(along_rows(pixels.astype(float)).swapaxes(0, 1)).swapaxes(0, 1)
 
 
@@ -320,35 +308,142 @@ def halved(pixels):
 def test_resize_and_centre_crop(tmp_path, height, width):
     """Short side 32 -> 16 by the definition of the triangle filter, then the middle 16 of the long side."""
     pixels = random_pixels(1, height, width)
-    save(tmp_path / "a.png", pixels)
     small = halved(pixels)
     top, left = (small.shape[0] - 16) // 2, (small.shape[1] - 16) // 2
-    want = small[top:top + 16, left:left + 16]
-    got = data.decode(tmp_path / "a.png", 16).numpy().astype(float)
+    want = small[top : top + 16, left : left + 16]
+    got = folders.decode(save_picture(tmp_path / "a.png", pixels), 16).numpy().astype(float)
     assert got.shape == (16, 16, 3) and np.abs(got - want).max() <= 1  # rounded twice, once per direction
 
 
 def test_crop_without_resize_takes_the_middle(tmp_path):
     pixels = random_pixels(2, 20, 33)
-    save(tmp_path / "a.png", pixels)
-    assert np.array_equal(data.decode(tmp_path / "a.png", 20).numpy(), pixels[:, 6:26])
+    got = folders.decode(save_picture(tmp_path / "a.png", pixels), 20).numpy()
+    assert np.array_equal(got, pixels[:, 6:26])
 
 
 def test_image_size_defaults_to_the_first_images_short_side(tmp_path):
-    make_folder(tmp_path / "f", size=32)
-    save(tmp_path / "f/train/ant/9.png", random_pixels(0, 40, 64))
-    train, _, _ = load_pair(tmp_path / "f", tmp_path)
-    assert train.x.shape == (20, 3, 32, 32)
-    train, _, _ = load_pair(tmp_path / "f", tmp_path, image_size=48)  # another size, another cache
-    assert train.x.shape == (20, 3, 48, 48)
+    picture_folder(tmp_path / "f", size=32)
+    save_picture(tmp_path / "f/train/ant/9.png", random_pixels(0, 40, 64))
+    assert load_pair(tmp_path / "f", tmp_path)[0].x.shape == (20, 3, 32, 32)
+    assert load_pair(tmp_path / "f", tmp_path, image_size=48)[0].x.shape == (20, 3, 48, 48)
 
 
 def test_other_files_are_not_images(tmp_path):
-    made = make_folder(tmp_path / "f")
+    picture_folder(tmp_path / "f")
     (tmp_path / "f/train/ant/readme.txt").write_text("not an image")
     (tmp_path / "f/train/.hidden").mkdir()
     train, _, classes = load_pair(tmp_path / "f", tmp_path)
-    assert len(train) == sum(path.startswith("train") for path in made) and classes == ["ant", "bee"]
+    assert len(train) == 20 and classes == ["ant", "bee"]
+
+
+# orientation -> what a viewer shows of the stored pixels (EXIF 2.3, tag 274)
+TURNS = {
+    1: lambda p: p,
+    2: lambda p: p[:, ::-1],
+    3: lambda p: p[::-1, ::-1],
+    4: lambda p: p[::-1],
+    5: lambda p: p.swapaxes(0, 1),
+    6: lambda p: np.rot90(p, -1),
+    7: lambda p: np.rot90(p, 2).swapaxes(0, 1),
+    8: lambda p: np.rot90(p),
+}
+
+
+@pytest.mark.parametrize("ending", ["png", "tif", "jpg"])
+def test_exif_rotation_is_honoured(tmp_path, ending):
+    blocks = np.kron(random_pixels(3, 2, 2), np.ones((16, 16, 1), np.uint8))  # survives JPEG
+    for orientation, turn in TURNS.items():
+        exif = Image.Exif()
+        exif[274] = orientation
+        save_picture(
+            tmp_path / f"a.{ending}", blocks, exif=exif, **({"quality": 100} if ending == "jpg" else {})
+        )
+        got = folders.decode(tmp_path / f"a.{ending}", 32).numpy()
+        wrong = np.abs(got.astype(int) - turn(blocks)).mean((0, 1))
+        assert wrong.max() < (8 if ending == "jpg" else 0.1), orientation
+
+
+def test_exif_rotation_of_a_long_picture_decides_what_is_cropped(tmp_path):
+    exif = Image.Exif()
+    exif[274] = 6
+    pixels = random_pixels(0, 20, 33)
+    got = folders.decode(save_picture(tmp_path / "a.png", pixels, exif=exif), 20).numpy()
+    assert np.array_equal(got, np.rot90(pixels, -1)[6:26])
+
+
+@pytest.mark.parametrize("ending", ["png", "pgm"])
+def test_sixteen_bit_grey_keeps_its_shades(tmp_path, ending):
+    """A 16-bit value v is the 8-bit shade v / 257, and not white wherever it is above 255."""
+    deep, path = (np.arange(256, dtype=np.uint16) * 257).reshape(16, 16), tmp_path / f"deep.{ending}"
+    if ending == "png":
+        Image.fromarray(deep).save(path)
+    else:
+        path.write_bytes(b"P5\n16 16\n65535\n" + deep.astype(">u2").tobytes())
+    want = torch.arange(256, dtype=torch.int32).view(16, 16, 1).expand(-1, -1, 3)
+    assert (folders.decode(path, 16).int() - want).abs().max() <= 1
+
+
+def save_rgb16(path, pixels):
+    """A PNG of 16 bits a channel, which Pillow reads and does not write."""
+
+    def chunk(kind, body):
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    header = struct.pack(">IIBBBBB", pixels.shape[1], pixels.shape[0], 16, 2, 0, 0, 0)
+    lines = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels)
+    path.write_bytes(
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(lines))
+        + chunk(b"IEND", b"")
+    )
+
+
+def test_sixteen_bits_that_hold_0_to_255_are_refused_and_not_black(tmp_path):
+    grey = np.random.default_rng(0).integers(0, 256, (32, 32), dtype=np.uint16)
+    Image.fromarray(grey).save(tmp_path / "grey.png")
+    Image.fromarray(grey).save(tmp_path / "grey.tif")
+    save_rgb16(tmp_path / "rgb.png", random_pixels(0))
+    for name in ("grey.png", "grey.tif", "rgb.png"):
+        sentence(lambda name=name: folders.decode(tmp_path / name, 32), name, "16-bit", "8 bits")
+    save_rgb16(tmp_path / "rgb.png", random_pixels(0).astype(int) * 257)  # the same with all its bits
+    assert np.array_equal(folders.decode(tmp_path / "rgb.png", 32).numpy(), random_pixels(0))
+
+
+def test_unusual_pictures_are_read(tmp_path):
+    """One pixel, long and thin, CMYK, animated, a name that is no text: none of them is a mistake."""
+    for name, pixels in (("one.png", random_pixels(0, 1, 1)), ("thin.png", random_pixels(0, 1, 3000))):
+        assert folders.decode(save_picture(tmp_path / name, pixels), 32).shape == (32, 32, 3)
+    Image.fromarray(random_pixels(0)).convert("CMYK").save(tmp_path / "cmyk.jpg")
+    two = [Image.fromarray(random_pixels(i)) for i in range(2)]
+    two[0].save(tmp_path / "two.webp", save_all=True, append_images=two[1:], lossless=True)
+    assert folders.decode(tmp_path / "cmyk.jpg", 32).float().std() > 1
+    assert np.array_equal(folders.decode(tmp_path / "two.webp", 32).numpy(), random_pixels(0))
+    picture_folder(tmp_path / "f")
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe"))
+    (tmp_path / "f").rename(folder)
+    (folder / "train" / "bee").rename(folder / "train" / "b\n☃")
+    (folder / "test" / "bee").rename(folder / "test" / "b\n☃")
+    assert len(load(str(folder), data_dir=tmp_path / "cache").train) == 18
+    assert list((tmp_path / "cache").glob("cache-*.pt"))
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 32\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+def test_no_format_that_starts_another_program(tmp_path, monkeypatch):
+    """An EPS named .png must not reach Ghostscript, nor another format outside the list be opened."""
+    from PIL import EpsImagePlugin
+
+    called = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *a, **k: called.append(a))
+    (tmp_path / "a.png").write_bytes(EPS)
+    sentence(lambda: folders.decode(tmp_path / "a.png", 32), tmp_path / "a.png", "not a readable image")
+    with Image.open(tmp_path / "a.png") as opened:  # Pillow alone would have taken it for an EPS
+        assert opened.format == "EPS" and not called
+    Image.fromarray(random_pixels(0)).save(tmp_path / "b.png", format="GIF")
+    sentence(lambda: folders.decode(tmp_path / "b.png", 32), tmp_path / "b.png", "not a readable image")
+    assert not {"EPS", "PDF", "WMF", "FITS"} & set(folders.FORMATS)
 
 
 def make_tiny_imagenet(root):
@@ -356,13 +451,13 @@ def make_tiny_imagenet(root):
     for label, wnid in enumerate(("n01", "n02", "n03")):
         for i in range(5):
             pixels = random_pixels(100 * label + i, 64, 64)
-            save(root / "train" / wnid / "images" / f"{wnid}_{i}.png", pixels)
+            save_picture(root / "train" / wnid / "images" / f"{wnid}_{i}.png", pixels)
             made["train"][pixels.tobytes()] = label
         (root / "train" / wnid / f"{wnid}_boxes.txt").write_text("boxes\n")
     lines = []
     for i, label in enumerate((2, 0, 1, 1)):
         pixels = random_pixels(900 + i, 64, 64)
-        save(root / "val" / "images" / f"val_{i}.png", pixels)
+        save_picture(root / "val" / "images" / f"val_{i}.png", pixels)
         made["test"][pixels.tobytes()] = label
         lines.append(f"val_{i}.png\tn0{label + 1}\t0\t0\t62\t62\n")
     (root / "val" / "val_annotations.txt").write_text("".join(lines))
@@ -380,197 +475,260 @@ def test_tiny_imagenet_layout(tmp_path):
 
 
 def test_facescrub_is_a_folder_in_data_dir(tmp_path):
-    make_folder(tmp_path / "facescrub")
+    picture_folder(tmp_path / "facescrub")
     assert load("facescrub", data_dir=tmp_path).classes == ["ant", "bee"]
 
 
-# ------------------------------------------------------------------------------------------------ cache
+# -------------------------------------------------------------------------------- cache
+
+
+def cache_of(tmp_path):
+    (path,) = (tmp_path / "cache").iterdir()
+    return path
+
 
 def no_decoding(monkeypatch):
     def decode(path, size):
         raise AssertionError(f"{path} was decoded again")
-    monkeypatch.setattr(data, "decode", decode)
+
+    monkeypatch.setattr(folders, "decode", decode)
 
 
-def test_second_load_uses_the_cache(tmp_path, monkeypatch):
-    make_folder(tmp_path / "f")
+def test_second_load_uses_the_cache_which_is_not_in_the_users_folder(tmp_path, monkeypatch):
+    made = picture_folder(tmp_path / "f")
     first = load_pair(tmp_path / "f", tmp_path)
+    found = {str(p.relative_to(tmp_path / "f")) for p in (tmp_path / "f").rglob("*") if p.is_file()}
+    assert found == set(made) and cache_of(tmp_path).suffix == ".pt"
     no_decoding(monkeypatch)
     second = load_pair(tmp_path / "f", tmp_path)
     for a, b in zip(first[:2], second[:2]):
         assert torch.equal(a.x, b.x) and torch.equal(a.y, b.y)
     assert first[2] == second[2]
-    assert not list((tmp_path / "f").glob("*.tmp"))
     with pytest.raises(AssertionError, match="decoded again"):  # another size is another cache
         load_pair(tmp_path / "f", tmp_path, image_size=16)
 
 
 @pytest.mark.parametrize("change", ["pixels", "time", "added", "removed", "renamed", "test"])
 def test_cache_is_rebuilt_when_the_folder_changes(tmp_path, monkeypatch, change):
-    folder = tmp_path / "f"
-    make_folder(folder)
-    before, before_test, _ = load_pair(folder, tmp_path)
+    folder, new = tmp_path / "f", random_pixels(77)
+    picture_folder(folder)
+    load_pair(folder, tmp_path)
     path = folder / "train/bee/3.png"
-    new = random_pixels(77)
-    if change == "pixels":
-        save(path, new)
-    elif change == "time":
-        os.utime(path, ns=(1, 1))
-    elif change == "added":
-        save(folder / "train/bee/new.png", new)
-    elif change == "removed":
-        path.unlink()
-    elif change == "renamed":
-        path.rename(folder / "train/ant/moved.png")
-    elif change == "test":
-        save(folder / "test/ant/0.png", new)
+    {
+        "pixels": lambda: save_picture(path, new),
+        "time": lambda: os.utime(path, ns=(1, 1)),
+        "added": lambda: save_picture(folder / "train/bee/new.png", new),
+        "removed": lambda: path.unlink(),
+        "renamed": lambda: path.rename(folder / "train/ant/moved.png"),
+        "test": lambda: save_picture(folder / "test/ant/0.png", new),
+    }[change]()
     with monkeypatch.context() as m:
         no_decoding(m)
         with pytest.raises(AssertionError, match="decoded again"):
             load_pair(folder, tmp_path)
     train, test, _ = load_pair(folder, tmp_path)
-    shown = {"pixels": (20, True, 10), "time": (20, False, 10), "added": (21, True, 11), "removed": (19, False, 9),
-             "renamed": (20, False, 9), "test": (20, False, 10)}[change]
-    assert (len(train), new.tobytes() in rows(train.x), int((train.y == 1).sum())) == shown
+    images, holds_new, bees = {
+        "pixels": (20, True, 10),
+        "time": (20, False, 10),
+        "added": (21, True, 11),
+        "removed": (19, False, 9),
+        "renamed": (20, False, 9),
+        "test": (20, False, 10),
+    }[change]
+    assert (len(train), new.tobytes() in rows(train.x), int((train.y == 1).sum())) == (
+        images,
+        holds_new,
+        bees,
+    )
     assert (new.tobytes() in rows(test.x)) == (change == "test")
     no_decoding(monkeypatch)
     load_pair(folder, tmp_path)  # and cached again
 
 
-@pytest.mark.parametrize("damage", [b"", b"not a checkpoint", None])
+@pytest.mark.parametrize("damage", [b"", b"not a checkpoint", None], ids=["empty", "text", "truncated"])
 def test_damaged_cache_is_decoded_again(tmp_path, damage):
-    folder = tmp_path / "f"
-    make_folder(folder)
-    want, _, _ = load_pair(folder, tmp_path)
-    cache, = folder.glob(".cem-cache-*")
+    picture_folder(tmp_path / "f")
+    want, _, _ = load_pair(tmp_path / "f", tmp_path)
+    cache = cache_of(tmp_path)
     cache.write_bytes(cache.read_bytes()[:-100] if damage is None else damage)
-    got, _, _ = load_pair(folder, tmp_path)
-    assert torch.equal(got.x, want.x)
+    assert torch.equal(load_pair(tmp_path / "f", tmp_path)[0].x, want.x)
 
 
-def refuse_writing(monkeypatch, inside, error):
-    """torch.save fails below `inside`. An unwritable place is a RuntimeError there, not an OSError."""
+@pytest.mark.parametrize("how", ["torch", "pickle"])
+def test_a_cache_that_would_run_code_is_not_used(tmp_path, how):
+    picture_folder(tmp_path / "f")
+    first = load_pair(tmp_path / "f", tmp_path)[0]
+    cache = cache_of(tmp_path)
+    crafted = {**torch.load(cache, weights_only=True), "more": RunsCode(tmp_path / "ran")}
+    torch.save(crafted, cache) if how == "torch" else cache.write_bytes(pickle.dumps(crafted))
+    again = load_pair(tmp_path / "f", tmp_path)[0]
+    assert torch.equal(first.x, again.x) and torch.equal(first.y, again.y) and not (tmp_path / "ran").exists()
+    torch.load(cache, weights_only=True)  # rebuilt
+    pickle.loads(pickle.dumps(crafted))
+    assert (tmp_path / "ran").exists()  # it would have
+
+
+CRAFTED = {
+    "labels": {"train_y": torch.full((20,), 9)},
+    "a label": {"train_y": torch.arange(20) // 10 + (torch.arange(20) == 3)},
+    "number of images": {"test_x": torch.zeros(3, 32, 32, 3, dtype=torch.uint8)},
+    "nothing": {"train_x": None},
+    "floats": {"train_x": torch.full((20, 32, 32, 3), float("nan"))},
+    "another shape": {"train_x": torch.zeros(20, 32, 16, 3, dtype=torch.uint8)},
+    "another stamp": {"stamp": "0"},
+}
+
+
+@pytest.mark.parametrize("entry", CRAFTED.values(), ids=CRAFTED)
+def test_a_cache_with_wrong_labels_or_images_is_not_used(tmp_path, entry):
+    picture_folder(tmp_path / "f")
+    first = load_pair(tmp_path / "f", tmp_path)
+    cache = cache_of(tmp_path)
+    torch.save({**torch.load(cache, weights_only=True), **entry}, cache)
+    again = load_pair(tmp_path / "f", tmp_path)
+    for a, b in zip(first[:2], again[:2]):
+        assert torch.equal(a.x, b.x) and torch.equal(a.y, b.y)
+
+
+def refuse_writing(monkeypatch, *folders, error):
+    """torch.save fails below `folders`. An unwritable place is a RuntimeError there, not an OSError."""
     real = torch.save
 
     def save(what, where, *args, **kwargs):
-        if inside in Path(where).parents:
+        if set(folders) & set(Path(where).parents):
             raise error
         real(what, where, *args, **kwargs)
+
     monkeypatch.setattr(torch, "save", save)
 
 
-@pytest.mark.parametrize("error", [PermissionError("read-only"), RuntimeError("open file failed with strerror: Permission denied")],
-                         ids=["OSError", "RuntimeError"])
-def test_read_only_folder_is_cached_in_data_dir_and_loads_without_any_cache(tmp_path, monkeypatch, error):
+ERRORS = [PermissionError("read-only"), RuntimeError("open file failed with strerror: Permission denied")]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=["OSError", "RuntimeError"])
+def test_where_data_dir_cannot_be_written_the_folder_holds_the_cache_or_there_is_none(
+    tmp_path, monkeypatch, error
+):
     folder = tmp_path / "f"
-    made = make_folder(folder)
+    picture_folder(folder)
     with monkeypatch.context() as m:
-        refuse_writing(m, tmp_path, error)  # nowhere to write
-        train, _, _ = load_pair(folder, tmp_path)
-        assert len(train) == 20 and not list((tmp_path).rglob("*cache-*.pt"))
-    refuse_writing(monkeypatch, folder, error)
-    train, _, _ = load_pair(folder, tmp_path)
-    assert set(rows(train.x)) == {p.tobytes() for path, p in made.items() if path.startswith("train")}
-    assert not list(folder.glob(".cem-cache-*")) and len(list((tmp_path / "cache").iterdir())) == 1
+        refuse_writing(m, tmp_path, error=error)  # nowhere to write
+        assert len(load_pair(folder, tmp_path)[0]) == 20 and not list(tmp_path.rglob("*cache-*.pt"))
+    refuse_writing(monkeypatch, tmp_path / "cache", error=error)
+    train = load_pair(folder, tmp_path)[0]
+    assert len(list(folder.glob(".cem-cache-*.pt"))) == 1
     no_decoding(monkeypatch)
     assert torch.equal(load_pair(folder, tmp_path)[0].x, train.x)
 
 
-def test_two_folders_share_a_data_dir(tmp_path, monkeypatch):
-    """Both read-only: each has a cache of its own in the data directory."""
-    make_folder(tmp_path / "f"), make_folder(tmp_path / "g", classes=("cat", "dog", "eel"))
-    refuse_writing(monkeypatch, tmp_path / "f", OSError("read-only"))
-    refuse_writing(monkeypatch, tmp_path / "g", OSError("read-only"))
-    counts = [(len(train), len(classes)) for train, _, classes in
-              (load_pair(tmp_path / name, tmp_path) for name in ("f", "g", "f"))]
-    assert counts == [(20, 2), (30, 3), (20, 2)]
+def test_two_folders_share_a_data_dir(tmp_path):
+    picture_folder(tmp_path / "f"), picture_folder(tmp_path / "g", classes=("cat", "dog", "eel"))
+    found = [load_pair(tmp_path / name, tmp_path) for name in ("f", "g", "f")]
+    assert [(len(train), len(classes)) for train, _, classes in found] == [(20, 2), (30, 3), (20, 2)]
+    assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
-# ------------------------------------------------------------------------------------------------ mistakes
+def test_cache_names_do_not_depend_on_how_the_folder_is_written(tmp_path, monkeypatch):
+    (tmp_path / "f").mkdir()
+    monkeypatch.chdir(tmp_path)
+    names = {folders.cache_paths(Path(p), 32, "d")[0] for p in ("f", "./f", str(tmp_path / "f"))}
+    digest = hashlib.sha256(str((tmp_path / "f").resolve()).encode()).hexdigest()[:12]
+    assert names == {Path("d") / f"cache-{digest}-32.pt"}
 
-def sentence(call, *parts):
-    """The call ends in a UserError of one line that names all the parts."""
-    with pytest.raises(UserError) as caught:
-        call()
-    text = str(caught.value)
-    assert "\n" not in text and text.endswith(".")
-    for part in parts:
-        assert str(part) in text, f"{part} is not in: {text}"
-    return text
+
+# -------------------------------------------------------------------------------- mistakes
 
 
 def test_missing_folder(tmp_path):
-    sentence(lambda: load(str(tmp_path / "nowhere")), tmp_path / "nowhere")
+    sentence(lambda: load(str(tmp_path / "nowhere")), tmp_path / "nowhere", "shapes")
     sentence(lambda: load("tinyimagenet", data_dir=tmp_path), tmp_path / "tiny-imagenet-200")
-    sentence(lambda: load("no-such-data-set"), "no-such-data-set", "shapes")
+    sentence(lambda: load("x" * 5000), "--dataset", "use shapes")
     (tmp_path / "file").write_text("")
     sentence(lambda: load(str(tmp_path / "file")), tmp_path / "file")
 
 
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_missing_split(tmp_path, split):
-    make_folder(tmp_path / "f")
-    (tmp_path / "f" / split).rename(tmp_path / "elsewhere")
-    sentence(lambda: load_pair(tmp_path / "f", tmp_path), tmp_path / "f" / split)
+WRONG_FOLDERS = {
+    "no train": (lambda f: shutil.rmtree(f / "train"), "train"),
+    "no test": (lambda f: shutil.rmtree(f / "test"), "test"),
+    "empty class in train": (lambda f: [p.unlink() for p in (f / "train/bee").iterdir()], "train/bee"),
+    "empty class in test": (lambda f: [p.unlink() for p in (f / "test/bee").iterdir()], "test/bee"),
+    "class only in train": (lambda f: shutil.rmtree(f / "test/bee"), "test/bee"),
+    "class only in test": (lambda f: shutil.rmtree(f / "train/bee"), "class bee is in test"),
+    "one class": (lambda f: (shutil.rmtree(f / "train/bee"), shutil.rmtree(f / "test/bee")), "1 class"),
+    "no class folders": (lambda f: (shutil.rmtree(f / "train"), (f / "train").mkdir()), "no class folders"),
+}
 
 
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_empty_class(tmp_path, split):
-    make_folder(tmp_path / "f")
-    for path in (tmp_path / "f" / split / "bee").iterdir():
-        path.unlink()
-    sentence(lambda: load_pair(tmp_path / "f", tmp_path), tmp_path / "f" / split / "bee")
+@pytest.mark.parametrize("change, words", WRONG_FOLDERS.values(), ids=WRONG_FOLDERS)
+def test_a_folder_that_is_no_data_set(tmp_path, change, words):
+    picture_folder(tmp_path / "f")
+    change(tmp_path / "f")
+    sentence(lambda: load(str(tmp_path / "f"), data_dir=tmp_path / "cache"), tmp_path / "f", words)
 
 
-def test_class_only_in_train(tmp_path):
-    make_folder(tmp_path / "f")
-    save(tmp_path / "f/train/cat/0.png", random_pixels(0))
-    sentence(lambda: load_pair(tmp_path / "f", tmp_path), tmp_path / "f/test/cat")
+def half(path):
+    save_picture(path, random_pixels(0))
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def test_class_only_in_test(tmp_path):
-    make_folder(tmp_path / "f")
-    save(tmp_path / "f/test/cat/0.png", random_pixels(0))
-    sentence(lambda: load_pair(tmp_path / "f", tmp_path), tmp_path / "f", "cat")
+def grey_float(path):
+    Image.fromarray(np.full((32, 32), np.nan, np.float32)).save(path, format="TIFF")
 
 
-def test_one_class(tmp_path):
-    make_folder(tmp_path / "f", classes=("ant",))
-    sentence(lambda: load(str(tmp_path / "f"), data_dir=tmp_path / "cache"), tmp_path / "f", "1 class")
+BROKEN = {
+    "empty": (lambda p: p.write_bytes(b""), "not a readable image"),
+    "text": (lambda p: p.write_text("a picture of an ant"), "not a readable image"),
+    "half": (half, "not a readable image"),
+    "header that is no number": (lambda p: p.write_bytes(b"P6\nxx 32\n255\n"), "not a readable image"),
+    "header that is cut": (lambda p: p.write_bytes(b"P6\nxx 32"), "not a readable image"),
+    "too little data": (lambda p: p.write_bytes(b"P6\n32 32\n255\n" + bytes(100)), "not a readable image"),
+    "damaged tiff": (
+        lambda p: p.write_bytes(b"II*\0\x08\0\0\0" + bytes(range(40, 240))),
+        "not a readable image",
+    ),
+    "enormous": (lambda p: p.write_bytes(b"P6\n99999999 99999999\n255\n1"), "not a readable image"),
+    "endless": (lambda p: save_picture(p, random_pixels(0, 1, 200_000)), "200000x1 is too long"),
+    "NaN pixels": (grey_float, "floating-point pixels"),
+    "broken link": (lambda p: p.symlink_to("nowhere"), "not a file"),
+    "link to itself": (lambda p: p.symlink_to(p.name), "not a file"),
+    "folder": (lambda p: p.mkdir(), "not a file"),
+    "pipe": (os.mkfifo, "not a file"),
+}
 
 
-@pytest.mark.parametrize("image_size", [None, 32])
-def test_no_class_folders(tmp_path, image_size):
-    """Images put straight into train/ and test/."""
-    for split in ("train", "test"):
-        save(tmp_path / "f" / split / "0.png", random_pixels(0))
-    sentence(lambda: load(str(tmp_path / "f"), data_dir=tmp_path / "cache", image_size=image_size), tmp_path / "f")
+@pytest.mark.parametrize("name", ["train/ant/0.png", "test/ant/1.png"], ids=["the first", "another"])
+@pytest.mark.parametrize("make, words", BROKEN.values(), ids=BROKEN)
+def test_a_broken_picture_is_named(tmp_path, name, make, words):
+    """The first is also the one whose size is asked for, unless --image-size says it."""
+    picture_folder(tmp_path / "f", train=2)
+    (tmp_path / "f" / name).unlink()
+    make(tmp_path / "f" / name)
+    for size in (32,) if "too long" in words else (None, 32):
+        broken = lambda size=size: load_pair(tmp_path / "f", tmp_path, size)
+        sentence(broken, tmp_path / "f" / name, words, "delete it")
 
 
-@pytest.mark.parametrize("name", ["train/bee/3.png", "test/ant/1.png", "train/ant/0.png"])
-@pytest.mark.parametrize("how", ["text", "empty", "truncated"])
-def test_broken_image(tmp_path, name, how):
-    make_folder(tmp_path / "f")
-    path = tmp_path / "f" / name
-    path.write_bytes({"text": b"this is no image", "empty": b"", "truncated": path.read_bytes()[:len(path.read_bytes()) // 2]}[how])
-    sentence(lambda: load_pair(tmp_path / "f", tmp_path), path)
+@pytest.mark.parametrize(
+    "error", [zlib.error("x"), struct.error("y"), KeyError(5), OverflowError("z")], ids=repr
+)
+def test_whatever_pillow_raises_is_one_sentence(tmp_path, monkeypatch, error):
+    def load(self):
+        raise error
+
+    path = save_picture(tmp_path / "a.png", random_pixels(0))
+    monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load", load)
+    sentence(lambda: folders.decode(path, 32), path, "not a readable image")
 
 
-def test_broken_raw_image(tmp_path):
-    make_folder(tmp_path / "f")
-    path = tmp_path / "f/train/ant/a.ppm"
-    path.write_bytes(b"P6\n32 32\n255\n" + bytes(100))
-    sentence(lambda: load_pair(tmp_path / "f", tmp_path), path)
-
-
-def test_enormous_image(tmp_path, monkeypatch):
-    """Beyond Pillow's limit on the number of pixels."""
-    make_folder(tmp_path / "f")
+def test_beyond_pillows_limit_on_the_number_of_pixels(tmp_path, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    sentence(lambda: load_pair(tmp_path / "f", tmp_path), tmp_path / "f/train/ant/0.png")
+    path = save_picture(tmp_path / "a.png", random_pixels(0))
+    sentence(lambda: folders.decode(path, 32), path)
 
 
-@pytest.mark.parametrize("missing", ["val/val_annotations.txt", "val/images/val_2.png", "train/n02/images"])
+@pytest.mark.parametrize(
+    "missing", ["val/val_annotations.txt", "val/images/val_2.png", "train/n02/images", "train"]
+)
 def test_incomplete_tiny_imagenet(tmp_path, missing):
     root = tmp_path / "tiny-imagenet-200"
     make_tiny_imagenet(root)
@@ -578,14 +736,30 @@ def test_incomplete_tiny_imagenet(tmp_path, missing):
     sentence(lambda: load("tinyimagenet", data_dir=tmp_path), root / missing)
 
 
-def test_tiny_imagenet_without_train(tmp_path):
-    root = tmp_path / "tiny-imagenet-200"
-    make_tiny_imagenet(root)
-    (root / "train").rename(tmp_path / "elsewhere")
-    sentence(lambda: load("tinyimagenet", data_dir=tmp_path), root)
+ANNOTATIONS = {
+    "label out of range": (b"val_0.png\tn09\t0\n", "line 1 of"),
+    "label missing": (b"val_0.png n01\n", "val_annotations.txt"),
+    "no text": (b"\xff\xfe\0val_0.png", "val_annotations.txt"),
+    "an image elsewhere": (b"../../train/n01/images/n01_0.png\tn01\n", "line 1 of"),
+    "no image": (b"\n", "missing or empty"),
+}
 
 
-# ------------------------------------------------------------------------------------------------ CIFAR
+@pytest.mark.parametrize("text, words", ANNOTATIONS.values(), ids=ANNOTATIONS)
+def test_annotations_that_name_no_image_and_class(tmp_path, text, words):
+    make_tiny_imagenet(tmp_path / "tiny-imagenet-200")
+    (tmp_path / "tiny-imagenet-200/val/val_annotations.txt").write_bytes(text)
+    sentence(lambda: load("tinyimagenet", data_dir=tmp_path), words, "unpack the original archive again")
+
+
+@pytest.mark.parametrize("size", [31, 64])
+def test_shapes_and_cifar_have_one_size(size):
+    for name in ("shapes", "cifar10", "cifar100"):
+        sentence(lambda name=name: load(name, image_size=size), f"--image-size {size}", name, "32x32")
+
+
+# -------------------------------------------------------------------------------- CIFAR and torchvision
+
 
 class FakeCIFAR:
     base_folder = "cifar-10-batches-py"
@@ -593,8 +767,7 @@ class FakeCIFAR:
     def __init__(self, root, train, download):
         n = 40 if train else 8
         self.data = np.random.default_rng(train).integers(0, 256, (n, 32, 32, 3), dtype=np.uint8)
-        self.targets = [i % 10 for i in range(n)]
-        self.classes = [f"class {c}" for c in range(10)]
+        self.targets, self.classes = [i % 10 for i in range(n)], [f"class {c}" for c in range(10)]
 
 
 def fake_cifar(monkeypatch, name, cls):
@@ -607,41 +780,68 @@ def test_cifar_keeps_pixels_and_labels(monkeypatch, tmp_path, name):
     fake_cifar(monkeypatch, name, FakeCIFAR)
     splits = load(name.lower(), data_dir=tmp_path)
     want = {p.tobytes(): i % 10 for i, p in enumerate(FakeCIFAR(None, True, True).data)}
-    assert {r: y for part in (splits.train, splits.val) for r, y in zip(rows(part.x), part.y.tolist())} == want
+    parts = (splits.train, splits.val)
+    assert {row: y for part in parts for row, y in zip(rows(part.x), part.y.tolist())} == want
     assert rows(splits.test.x) == [p.tobytes() for p in FakeCIFAR(None, False, True).data]
     assert splits.train.y.dtype == torch.int64 and splits.classes[3] == "class 3"
 
 
-@pytest.mark.parametrize("error", [OSError("<urlopen error [Errno -2]\n Name or service not known>"), RuntimeError("File not found or corrupted.")])
+OFFLINE = [OSError("<urlopen error [Errno -2]\n Name or service not known>"), RuntimeError("File not found.")]
+
+
+@pytest.mark.parametrize("error", OFFLINE, ids=["no network", "broken archive"])
 def test_cifar_without_network(monkeypatch, tmp_path, error):
     class Offline(FakeCIFAR):
         def __init__(self, *args, **kwargs):
             raise error
+
     fake_cifar(monkeypatch, "CIFAR10", Offline)
-    sentence(lambda: load("cifar10", data_dir=tmp_path / "d"), "cifar10", tmp_path / "d", "cifar-10-batches-py", "--data-dir")
+    words = ("cifar10", tmp_path / "d", "cifar-10-batches-py", "--data-dir")
+    sentence(lambda: load("cifar10", data_dir=tmp_path / "d"), *words)
 
 
-def test_cifar_has_one_size():
-    sentence(lambda: load("cifar10", image_size=64), "--image-size 64", "32x32")
+def test_torchvision_imports_in_a_fresh_process():
+    code = "from harness import data; data.import_torchvision(); import torchvision.datasets; print('ok')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("ok"), done.stderr
 
 
-def test_cache_names_do_not_depend_on_how_the_folder_is_written(tmp_path, monkeypatch):
-    make_folder(tmp_path / "f")
-    monkeypatch.chdir(tmp_path)
-    paths = [data.cache_paths(Path(p), 32, "d")[1] for p in ("f", "./f", str(tmp_path / "f"))]
-    assert len(set(paths)) == 1
-    assert hashlib.sha256(str((tmp_path / "f").resolve()).encode()).hexdigest()[:12] in paths[0].name
+def imports(monkeypatch, errors):
+    """import_module raises the errors in turn, then works. -> (names asked for, operators declared)"""
+    asked, declared = [], []
+
+    def import_module(name):
+        asked.append(name)
+        if errors:
+            raise errors.pop(0)
+        return "the module"
+
+    monkeypatch.setattr(data.importlib, "import_module", import_module)
+    monkeypatch.setattr(data.torch.library, "define", lambda name, schema: declared.append((name, schema)))
+    return asked, declared
 
 
-def test_a_folders_test_images_are_dealt_class_by_class():
-    y = torch.tensor([0, 0, 0, 2, 2, 1, 0])
-    turns = sorted(range(len(y)), key=lambda i: (sum(y[j] == y[i] for j in range(i)).item() if i else 0, y[i].item()))  # literal
-    assert data.dealt(y).tolist() == turns == [0, 5, 3, 1, 4, 2, 6]
+def test_missing_nms_is_declared_and_the_import_tried_again(monkeypatch):
+    asked, declared = imports(monkeypatch, [RuntimeError("operator torchvision::nms does not exist")])
+    assert data.import_torchvision() == "the module" and asked == ["torchvision", "torchvision"]
+    schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+    assert declared == [("torchvision::nms", schema), ("torchvision::qnms", schema)]
 
 
-def test_without_shift_a_batch_holds_the_images_or_their_mirror_images():
-    images = draw_shapes(20, seed=0)
-    for x, y in batches(images, 5, augment=True, generator=torch.Generator().manual_seed(0), order=torch.arange(20), shift=0):
-        for one, label in zip(x, y):
-            same = [i for i in range(20) if torch.equal(one, to_float(images.x[i:i + 1])[0]) or torch.equal(one.flip(2), to_float(images.x[i:i + 1])[0])]
-            assert same and images.y[same[0]] == label
+OTHERS = [
+    RuntimeError("operator torchvision::roi_align does not exist"),
+    ImportError("No module named torchvision"),
+]
+
+
+@pytest.mark.parametrize("error", OTHERS, ids=["another operator", "not installed"])
+def test_any_other_import_error_is_passed_on(monkeypatch, error):
+    asked, declared = imports(monkeypatch, [error])
+    with pytest.raises(type(error), match=str(error)):
+        data.import_torchvision()
+    assert asked == ["torchvision"] and declared == []
+
+
+def test_a_torchvision_that_imports_is_left_alone(monkeypatch):
+    asked, declared = imports(monkeypatch, [])
+    assert data.import_torchvision() == "the module" and asked == ["torchvision"] and declared == []

@@ -40,6 +40,7 @@ BAD = (math.nan, math.inf, -math.inf)
 
 # ---------------------------------------------------------------- the cases
 
+
 def draw_scale(rng):
     return 10.0 ** rng.choice((-12, 12, 0, rng.uniform(-12, 12)))
 
@@ -49,15 +50,30 @@ def draw_features(rng, B, size, dtype):
     g = torch.Generator().manual_seed(rng.getrandbits(32))
     D = math.prod(size)
     noise = torch.randn(B, D, generator=g, dtype=torch.float64)
-    kind = rng.choice(("noise", "noise", "bounded", "constant", "constant", "zero", "few", "offset", "rows", "columns", "classes of bits"))
+    kind = rng.choice(
+        (
+            "noise",
+            "noise",
+            "bounded",
+            "constant",
+            "constant",
+            "zero",
+            "few",
+            "offset",
+            "rows",
+            "columns",
+            "classes of bits",
+        )
+    )
     z = {
         "noise": noise,
         "bounded": noise.sigmoid(),
         "constant": noise[:1].expand(B, D),
         "zero": torch.zeros(B, D),
-        "few": noise[torch.randint(min(B, 2), (B,), generator=g)],                         # duplicates
+        "few": noise[torch.randint(min(B, 2), (B,), generator=g)],  # duplicates
         "offset": 1 + 1e-5 * noise,
-        "rows": noise * 10 ** (12 * (2 * torch.rand(B, 1, generator=g) - 1)).double(),      # every sample its own scale
+        "rows": noise
+        * 10 ** (12 * (2 * torch.rand(B, 1, generator=g) - 1)).double(),  # every sample its own scale
         "columns": noise * 10 ** (12 * (2 * torch.rand(1, D, generator=g) - 1)).double(),
         "classes of bits": (noise > 0).double(),
     }[kind]
@@ -96,16 +112,21 @@ def draw_batch(rng, C, size, dtype):
 
 
 LAYOUTS = {  # functions of z with the same values and other strides
-    2: {"transposed": lambda z: z.T.contiguous().T,
+    2: {
+        "transposed": lambda z: z.T.contiguous().T,
         "every second column": lambda z: torch.stack([z, torch.ones_like(z)], 2).flatten(1)[:, ::2],
-        "every second row": lambda z: torch.stack([z, torch.ones_like(z)], 1).flatten(0, 1)[::2]},
-    4: {"channels_last": lambda z: z.contiguous(memory_format=torch.channels_last),
+        "every second row": lambda z: torch.stack([z, torch.ones_like(z)], 1).flatten(0, 1)[::2],
+    },
+    4: {
+        "channels_last": lambda z: z.contiguous(memory_format=torch.channels_last),
         "height and width swapped": lambda z: z.transpose(2, 3).contiguous().transpose(2, 3),
-        "every second element": lambda z: torch.stack([z, torch.ones_like(z)], -1)[..., 0]},
+        "every second element": lambda z: torch.stack([z, torch.ones_like(z)], -1)[..., 0],
+    },
 }
 
 
 # ---------------------------------------------------------------- the modules
+
 
 def power(low, high):
     return lambda rng: 10.0 ** rng.uniform(low, high)
@@ -116,24 +137,67 @@ EPS = (1e-8, 1e-6, 1e-2, 5.0)
 ATTENTIONS = ("joint", "detached", "adversarial", "fit")
 SWITCH = (True, False)
 OPTIONS = {
-    "gmm": dict(sigma=SIGMA, components=(1, 2, 3, 5), covariance=("diag", "full"), update_scale=(1.0, 10.0), rate_free=SWITCH,
-                reg=(1e-6, 1e-3), iters=(1, 4, 10)),
-    "cluster": dict(tau=TAU, clusters=(1, 2, 3, 5), form=("log", "lin"), variance=("trace", "per_dim"),
-                    outliers=("keep", "truncate", "reseed"), outlier_factor=(1.1, 4.0), iters=(1, 4, 10), eps=EPS),
-    "gated": dict(tau=TAU, hidden=(None, 1, 5), variance=("trace", "per_dim"), attention=ATTENTIONS, measure_on=("sent", "layernorm"),
-                  sigma=(None, 0.01, 0.3), layer_norm=SWITCH, eps=EPS),
-    "slot": dict(tau=TAU, slots=(1, 2, 8), iters=(1, 3), heads=(1, 4), slot_dim=(4, 16), attention=ATTENTIONS,
-                 measure_on=("sent", "layernorm"), sigma=(None, 0.01, 0.3), cross_attention=SWITCH, per_dim_gate=SWITCH,
-                 snr_gate=(None, True, False), slot_mass=SWITCH, class_gate=SWITCH, gate_hidden=(1, 8), learnable_scalars=SWITCH,
-                 beta=(12.0, 300.0),
-                 rho=(0.5, 2.5), delay_calls=(0, 0, 2), shutoff_snr=(None, None, 0.5), max_variance=(math.inf, 1e3), eps=EPS),
+    "gmm": dict(
+        sigma=SIGMA,
+        components=(1, 2, 3, 5),
+        covariance=("diag", "full"),
+        update_scale=(1.0, 10.0),
+        rate_free=SWITCH,
+        reg=(1e-6, 1e-3),
+        iters=(1, 4, 10),
+    ),
+    "cluster": dict(
+        tau=TAU,
+        clusters=(1, 2, 3, 5),
+        form=("log", "lin"),
+        variance=("trace", "per_dim"),
+        outliers=("keep", "truncate", "reseed"),
+        outlier_factor=(1.1, 4.0),
+        iters=(1, 4, 10),
+        eps=EPS,
+    ),
+    "gated": dict(
+        tau=TAU,
+        hidden=(None, 1, 5),
+        variance=("trace", "per_dim"),
+        attention=ATTENTIONS,
+        measure_on=("sent", "layernorm"),
+        sigma=(None, 0.01, 0.3),
+        layer_norm=SWITCH,
+        eps=EPS,
+    ),
+    "slot": dict(
+        tau=TAU,
+        slots=(1, 2, 8),
+        iters=(1, 3),
+        heads=(1, 4),
+        slot_dim=(4, 16),
+        attention=ATTENTIONS,
+        measure_on=("sent", "layernorm"),
+        sigma=(None, 0.01, 0.3),
+        cross_attention=SWITCH,
+        per_dim_gate=SWITCH,
+        snr_gate=(None, True, False),
+        slot_mass=SWITCH,
+        class_gate=SWITCH,
+        gate_hidden=(1, 8),
+        learnable_scalars=SWITCH,
+        beta=(12.0, 300.0),
+        rho=(0.5, 2.5),
+        delay_calls=(0, 0, 2),
+        shutoff_snr=(None, None, 0.5),
+        max_variance=(math.inf, 1e3),
+        eps=EPS,
+    ),
 }
 CLASSES = {"gmm": GMMCEL, "cluster": ClusterCEL, "gated": GatedAttCEL, "slot": SlotCrossCEL}
 REFRESHED = ("gmm", "cluster")
 
 
 def draw_module(rng, name, C, D, dtype):
-    options = {key: choice(rng) if callable(choice) else rng.choice(choice) for key, choice in OPTIONS[name].items()}
+    options = {
+        key: choice(rng) if callable(choice) else rng.choice(choice) for key, choice in OPTIONS[name].items()
+    }
     first = {"num_classes": C} if name in REFRESHED else {}
     torch.manual_seed(rng.getrandbits(32))
     cel = CLASSES[name](**first, dim=D, **options).train(rng.random() < 0.7)
@@ -146,6 +210,7 @@ def draw_module(rng, name, C, D, dtype):
 
 # ---------------------------------------------------------------- what must hold
 
+
 def finite_rows(z):
     return [all(map(math.isfinite, row)) for row in z.flatten(1).tolist()]
 
@@ -156,7 +221,11 @@ def count(name, z, y, seen):
     members = Counter(c for c, ok in zip(y, good) if ok)
     skipped = {c for c, m in members.items() if (c not in seen if name in REFRESHED else m < 2)}
     left_out = [not ok or c in skipped for c, ok in zip(y, good)]
-    return left_out, {"nonfinite": good.count(False), "skipped_classes": len(skipped), "skipped": sum(members[c] for c in skipped)}
+    return left_out, {
+        "nonfinite": good.count(False),
+        "skipped_classes": len(skipped),
+        "skipped": sum(members[c] for c in skipped),
+    }
 
 
 def bits(a):
@@ -188,8 +257,13 @@ def check_statistics(name, cel, seen):
         assert (cel.weights >= 0).all(), "a negative weight"
         total = cel.weights.sum() if name == "gmm" else cel.weights.sum(1)[cel.fitted]
         assert not seen or torch.allclose(total, torch.ones_like(total), atol=1e-5), f"weights sum to {total}"
-        assert (cel.covs.diagonal(dim1=-2, dim2=-1) if name == "gmm" and cel.covariance == "full" else
-                cel.covs if name == "gmm" else cel.variances).min() >= 0, "a negative variance"
+        assert (
+            cel.covs.diagonal(dim1=-2, dim2=-1)
+            if name == "gmm" and cel.covariance == "full"
+            else cel.covs
+            if name == "gmm"
+            else cel.variances
+        ).min() >= 0, "a negative variance"
 
 
 def check_refresh(rng, name, cel, C, size, dtype, seen):
@@ -200,7 +274,9 @@ def check_refresh(rng, name, cel, C, size, dtype, seen):
     good = finite_rows(z)
     seen |= {c for c, ok in zip(y.tolist(), good) if ok}
     assert same(bits(z), before), f"refresh on {what}: the input was written to"
-    assert (report["nonfinite"], report["fitted"]) == (good.count(False), len(seen)), f"refresh on {what}: {report}"
+    assert (report["nonfinite"], report["fitted"]) == (good.count(False), len(seen)), (
+        f"refresh on {what}: {report}"
+    )
     check_statistics(name, cel, seen)
     assert (cel.weights.sum(1)[cel.fitted] > 0).all(), f"refresh on {what}: a class it has seen has no weight"
 
@@ -227,7 +303,9 @@ def check_call(rng, name, cel, z, y, seen, seed, exact):
     loss, grad = run(cel, z, y, seed=seed)
     left_out, counts = count(name, z, y, seen)
     assert loss.isfinite() and loss >= 0, f"loss {loss.item()}"
-    assert grad.isfinite().all(), f"gradient at z not finite in rows {[i for i, ok in enumerate(finite_rows(grad)) if not ok]}"
+    assert grad.isfinite().all(), (
+        f"gradient at z not finite in rows {[i for i, ok in enumerate(finite_rows(grad)) if not ok]}"
+    )
     assert not grad[torch.tensor(left_out)].any(), "a sample left out has a gradient"
     for key, p in cel.named_parameters():
         assert p.grad is None or p.grad.isfinite().all(), f"gradient of {key} not finite"
@@ -235,7 +313,9 @@ def check_call(rng, name, cel, z, y, seen, seed, exact):
 
     stats = cel.stats
     assert {key: int(stats[key]) for key in counts} == counts, f"stats {stats}, counted {counts}"
-    assert all(value.isfinite().all() and not value.requires_grad for value in stats.values()), f"stats {stats}"
+    assert all(value.isfinite().all() and not value.requires_grad for value in stats.values()), (
+        f"stats {stats}"
+    )
     assert stats["loss"] == loss and stats["active"] in (0, 1)
     if all(left_out):
         assert stats["active"] == 0 and not grad.any(), "active on nothing"
@@ -259,8 +339,13 @@ def check_call(rng, name, cel, z, y, seen, seed, exact):
         assert same(loss, other_loss) and same(grad, other_grad), "what is left out changes the rest"
     if any(left_out) and not all(left_out) and exact:
         check_dropped(name, cel, z, y, ~torch.tensor(left_out), state, loss, grad, seed)
-    return {"acts": bool(grad.any()), "bad rows": counts["nonfinite"] > 0, "skipped classes": counts["skipped"] > 0,
-            "some left out, some used": any(left_out) and not all(left_out), "nothing used": all(left_out)}
+    return {
+        "acts": bool(grad.any()),
+        "bad rows": counts["nonfinite"] > 0,
+        "skipped classes": counts["skipped"] > 0,
+        "some left out, some used": any(left_out) and not all(left_out),
+        "nothing used": all(left_out),
+    }
 
 
 def check_dropped(name, cel, z, y, kept, state, loss, grad, seed):
@@ -272,11 +357,15 @@ def check_dropped(name, cel, z, y, kept, state, loss, grad, seed):
     share = kept.double().mean().item()
     loss_share = 1 if name == "gmm" else share  # the value of L_C has no 1/B
     grad_share = 1 if name == "gmm" and not cel.rate_free else share
-    assert torch.allclose(loss, loss_share * other_loss, rtol=ROUNDING, atol=0), f"{loss} but {other_loss} without what is left out"
+    assert torch.allclose(loss, loss_share * other_loss, rtol=ROUNDING, atol=0), (
+        f"{loss} but {other_loss} without what is left out"
+    )
     if name == "slot" and cel.attention in ("joint", "adversarial"):
         return  # the gradient through r of a slot with one sample is a difference of equal terms
     error = (grad[kept] - grad_share * other_grad).abs().max()
-    assert error <= ROUNDING * grad.abs().max(), f"gradient off by {error} of {grad.abs().max()} without what is left out"
+    assert error <= ROUNDING * grad.abs().max(), (
+        f"gradient off by {error} of {grad.abs().max()} without what is left out"
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -305,5 +394,7 @@ def test_many_calls_in_a_row(seed):
         z, y, what = draw_batch(rng, C, size, dtype)
         y = torch.zeros_like(y) if 10 <= call < 50 else y
         loss, grad = run(cel, z, y)
-        assert loss.isfinite() and loss >= 0 and grad.isfinite().all(), f"seed {seed}, call {call}, {what}, {options}"
+        assert loss.isfinite() and loss >= 0 and grad.isfinite().all(), (
+            f"seed {seed}, call {call}, {what}, {options}"
+        )
         check_statistics("gmm", cel, seen)

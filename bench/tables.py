@@ -1,0 +1,244 @@
+"""bench/RESULTS.md and its figures, made from bench/cells alone; and `compare`, the same for any runs.
+
+A section is an entry of SECTIONS: grid, title, text, table, picture. It appears with its first cell.
+"""
+
+import json
+import math
+import re
+import statistics
+from pathlib import Path
+
+from PIL import Image, ImageDraw  # comes with torchvision
+
+from bench.gain import front, gain_interval, mean_points
+from bench.grids import METHODS, POINTS, cells, made_by, vary
+from harness.evaluation import LABEL_WIDTH
+from harness.files import UserError, read_ours, say, write
+from harness.monitor import figure_of, save
+from harness.options import OF_THE_PLACE
+
+ROOT = Path(__file__).resolve().parent
+# column: (key in a cell's "figures", scale, digits)
+COLUMNS = {"accuracy %": ("accuracy", 100, 2), "decoder MSE (test)": ("mse", 1, 4), "SSIM": ("ssim", 1, 3),
+           "leakage, bits ≤": ("bits", 1, 0), "dFIL": ("dfil", 1, 2)}  # fmt: skip
+COST = {"cost of a step": ("cost", 1, 2)}
+CHOICE = {"validation accuracy %": ("val_accuracy", 100, 2), "minutes": ("minutes", 1, 0)}
+NOISE_OF = {"tier2": "tier1"}  # the family whose noise alone a family stands beside, where it has none itself
+
+
+def read_cell(path):
+    """results.json of a run, with "figures"; NaN counts as missing. What is wrong with it is one sentence."""
+
+    def read(path):
+        r = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)
+        # the attacker that is the strongest on the stop images; of several, on images that all have seen
+        test = r["attacks"][r["strongest"]]["test"] if r["attacks"] else {"mse": None, "ssim": None}
+        needed = {k: r[k] for k in ("accuracy", "val_accuracy")} | {
+            "mse": test.get("mse_common", test["mse"])
+        }
+        if not all(0 <= v < math.inf for v in needed.values() if v is not None or r["attacks"]):
+            raise ValueError("a figure is no number")
+        minutes = (r["seconds"]["train"] + r["seconds"]["attack"]) / 60
+        return r | {"figures": {**needed, **r["leakage"], "ssim": test["ssim"], "minutes": minutes}}
+
+    return read_ours(path, read)
+
+
+def current_cell(path, flags):
+    """The cell if it is whole and was made by these flags under the defaults of today, else None."""
+    try:
+        cell = read_cell(path) if path.exists() else None
+        if cell is None or read_ours(path, lambda _: made_by(cell, flags)):
+            return cell
+        say(f"{path}: made with other settings than its grid has now; it does not count")
+    except UserError as error:
+        say(error)
+
+
+def speed_rows(root):
+    path = root / "cells" / "speed.json"
+    return read_ours(path, lambda path: json.loads(path.read_text())["rows"]) if path.exists() else []
+
+
+def load_cells(preset, root=ROOT):
+    """The finished cells, each with its name taken apart; a file of any other name is not ours."""
+    found, cost = [], {r["name"]: r["ratio"] for r in speed_rows(root) if r["part"] == "step"}
+    for name, flags in cells(preset):
+        r = current_cell(root / "cells" / preset / f"{name}.json", flags)
+        *family, method, setting = [*name.split("-")[:-1], *[""] * (name.count("-") == 1)]
+        if r:
+            found.append(r | {"name": name, "family": "".join(family), "method": method, "setting": setting})
+            r["figures"]["cost"] = 1 if method in ("none", "clean") else cost.get(method)
+    starts = {(r["base"]["name"], r["base"]["hash"]) for r in found if r.get("base")}
+    if len(starts) > len({name for name, _ in starts}):  # then a comparison would not be paired
+        raise UserError(f"cells/{preset}: some start from different networks of one name; run those again.")
+    return found
+
+
+def select(found, **wanted):
+    return [r for r in found if all(r[k] == v for k, v in wanted.items())]
+
+
+def line(found):
+    """{seed: {setting: (accuracy, MSE)}}"""
+    by_seed = {}
+    for r in found:
+        by_seed.setdefault(r["config"]["seed"], {})[r["setting"]] = r["accuracy"], r["figures"]["mse"]
+    return by_seed
+
+
+def markdown(header, rows):
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])
+
+
+def figures(results, columns=COLUMNS):
+    """Mean ± standard deviation over the results of each column."""
+    shown = []
+    for key, scale, digits in columns.values():
+        values = [scale * r["figures"][key] for r in results if r["figures"].get(key) is not None]
+        spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+        shown.append(f"{statistics.fmean(values):.{digits}f}{spread}" if values else "–")
+    return shown
+
+
+def show_gain(own, other, runs):
+    """With its interval, and the number of seeds it stands on where those are fewer than the runs."""
+    mean, low, high, n = gain_interval(own, other)
+    interval = f" ({low:.2f} to {high:.2f})" if low else ""
+    return f"{mean:.2f}{interval}{f' [{n} of {runs} seeds]' if n < runs else ''}" if n else "–"
+
+
+def table(found, more, over=(), whole=False):
+    """A row a setting, with its gain over each method of `over` in its family, at its own accuracy. `whole`:
+    of tier 1 only the point of each method, with the gain of its whole curve."""
+    rows, columns = [], COLUMNS | more
+    for family, method, setting in dict.fromkeys((r["family"], r["method"], r["setting"]) for r in found):
+        curve = select(found, family=family, method=method)
+        results = select(curve, setting=setting)
+        if whole and (family != "tier1" or vary(method, POINTS[method])[0][0] != f"{method}-{setting}"):
+            continue
+        row = [" ".join(filter(None, (family, method, setting))), *figures(results, columns)]
+        for name in over:
+            other = select(found, family=NOISE_OF.get(family, family), method=name)
+            gain = show_gain(line(curve if whole else results), line(other), len(results))
+            row.append("1" if name == method else gain)
+        rows.append([*row, str(len(results))])
+    gains = [f"gain over {'noise alone' if name == 'none' else name} (95 %)" for name in over]
+    return markdown(["method", *columns, *gains, "n"], rows)
+
+
+def stack_rows(path, runs):
+    """One sheet of [(label, reconstructions.png, results)]: what the first attacker, the decoder, made of
+    each run, under the originals, repeated where they are others. -> whether there was anything to draw"""
+    rows, shown = [], None
+    for label, file, r in runs:
+        if r["attacks"] and file.exists():
+            sheet = read_ours(file, lambda file: Image.open(file, formats=["PNG"]).convert("RGB"))
+            tile = sheet.height // (1 + len(r["attacks"]))
+            original, made = (sheet.crop((LABEL_WIDTH, i, sheet.width, i + tile)) for i in (0, tile))
+            rows += [("original", original)] if shown != original.tobytes() else []
+            rows.append((label.encode("ascii", "replace").decode(), made))
+            shown = original.tobytes()
+    if rows:
+        ruler, tile = ImageDraw.Draw(Image.new("RGB", (1, 1))), rows[0][1].height
+        left = 10 + int(max(ruler.textlength(label) for label, _ in rows))
+        rows = [(label, strip.resize((strip.width * tile // strip.height, tile))) for label, strip in rows]
+        out = Image.new("RGB", (left + max(strip.width for _, strip in rows), tile * len(rows)), "white")
+        for i, (label, strip) in enumerate(rows):
+            out.paste(strip, (left, i * tile))
+            ImageDraw.Draw(out).text((5, i * tile + tile // 2 - 5), label, fill="black")
+        write(path, lambda temporary: out.save(temporary, format="PNG"))
+    return bool(rows)
+
+
+def shapes_picture(found, root):
+    runs = [
+        (r["method"], root / f"cells/shapes/{r['name']}.png", r) for r in found if r["config"]["seed"] == 0
+    ]
+    drawn = stack_rows(root / "figures/shapes.png", runs)
+    return "![Originals above what the decoder made of them, seed 0](figures/shapes.png)" if drawn else ""
+
+
+def curves_picture(found, root):
+    """Tier 1: every seed a thin line, the means of equal settings a thick one."""
+    path = root / "figures/curves.png"
+    figure = figure_of(path, 7, 4.5)
+    if figure is not None:
+        axes = figure.add_subplot(
+            xlabel="test accuracy, %", ylabel="attacker's MSE, test images", yscale="log"
+        )
+        for i, method in enumerate(METHODS):
+            by_seed = line(select(found, family="tier1", method=method))
+            thin = [(points.values(), {"linewidth": 0.5, "markersize": 1.5}) for points in by_seed.values()]
+            for points, look in [(mean_points(by_seed), {"label": method}), *thin]:
+                accuracy, error = zip(*front(points)) if points else ((), ())
+                axes.plot([100 * a for a in accuracy], error, "o-", color=f"C{i}", **look)
+        axes.legend(fontsize=8)
+        save(figure, path)
+    return "![Test accuracy against the attacker's error](figures/curves.png)"
+
+
+JPEG = "This CIFAR-10 was re-saved as JPEG: its figures compare with each other, not with a paper's."
+POINT, SETTING = {"more": COST, "over": ["none", "gmm"], "whole": True}, {"more": CHOICE, "over": ["none"]}
+SECTIONS = [
+    ("shapes", "Drawn images: the default run of each surrogate",
+     "The same command with another `--surrogate`, each at its default λ. Accuracies differ, so this shows\n"
+     "what a run gives, not which loss is better. `clean` is a run without noise.",
+     {"more": COST}, shapes_picture),
+    ("cifar", "CIFAR-10: each method against more noise",
+     "Networks of width 32, hardened by each method. A row is the setting that the rule in bench/grids.py\n"
+     f"takes on validation accuracy; its gains are those of the method's whole curve. {JPEG}",
+     POINT, curves_picture),
+    ("cifar", "CIFAR-10: every setting",
+     "Gains are at the setting's own accuracy. tier2: other defences, alone and with a surrogate. tier3:\n"
+     f"one seed, against stronger attackers, and trained from scratch. {JPEG}", SETTING),
+    ("ablations", "Ablations", f"One thing changed at a time, on networks of width 16. {JPEG}", SETTING),
+    ("datasets", "Other images", "180 classes of Tiny ImageNet at 32x32, and faces; from scratch.", SETTING),
+    ("explore", "CIFAR-10, one seed: exploration",
+     f"A network of width 16, hardened by each method: where λ lies. It concludes nothing. {JPEG}", SETTING),
+]  # fmt: skip
+
+
+def report(root=ROOT):
+    """Rewrite what stands between the markers of RESULTS.md, and the figures."""
+    page, marked, blocks = root / "RESULTS.md", r"(<!-- results -->\n).*?(<!-- /results -->)", []
+    text = read_ours(page, lambda page: page.read_text(encoding="utf-8"))
+    if not re.search(marked, text, re.S):
+        raise UserError(f"{page}: it has no <!-- results --> ... <!-- /results --> to fill; put them back.")
+    for preset, title, words, columns, *pictures in SECTIONS:
+        found = load_cells(preset, root)
+        if found:
+            blocks += [
+                f"## {title}",
+                f"`python -m bench run --preset {preset}`. {words}",
+                table(found, **columns),
+            ]
+            blocks += filter(None, (picture(found, root) for picture in pictures))
+    rows = [[r["what"], f"{r['ratio']:.2f}"] for r in speed_rows(root)]
+    words = "`python -m bench speed`. Ratios of times, both sides measured in turns in one run, medians."
+    blocks += ["## Speed", words, markdown(["what", "ratio"], rows)] if rows else []
+    body = "\n\n".join(blocks) or "No cell has been run with this version yet."
+    write(page, re.sub(marked, lambda m: f"{m[1]}\n{body}\n\n{m[2]}", text, flags=re.S))
+
+
+def compare(folders, out):
+    """One table of runs on the terminal, with the settings in which they differ, and one picture."""
+    runs = {folder: read_cell(folder / "results.json") for folder in map(Path, folders)}
+    configs = [r["config"] for r in runs.values()]
+    names = [
+        k for k in configs[0] if k not in OF_THE_PLACE and any(c.get(k) != configs[0][k] for c in configs)
+    ]
+    rows, show = (
+        [["run", *COLUMNS, "differs in"]],
+        lambda v: "+".join(map(str, v if isinstance(v, list) else [v])),
+    )
+    for folder, r in runs.items():
+        differs = ", ".join(f"{k} {show(r['config'].get(k)) or 'none'}" for k in names)
+        rows.append([folder.name, *figures([r]), differs])
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        say("  ".join(word.ljust(width) for word, width in zip(row, widths)).rstrip())
+    path = Path(out) / "compare.png"
+    drawn = stack_rows(path, [(folder.name, folder / "reconstructions.png", r) for folder, r in runs.items()])
+    say(f"-> {path}" if drawn else "no picture: none of these runs was attacked")

@@ -1,0 +1,150 @@
+"""The network that turns z' into a picture and the loop that trains it: attackers, and a defence's proxy."""
+
+import copy
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from harness.files import UserError
+
+COARSE = 8  # most cells a side of the decoder's coarse picture
+CEILING = 60  # most epochs before the rate of an attacker of "auto" falls
+
+
+class Residual(nn.Module):
+    """relu(x + bn(conv(relu(bn(conv(x))))))"""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.body = nn.Sequential(
+            *conv_bn(channels, channels), nn.ReLU(inplace=True), *conv_bn(channels, channels)
+        )
+
+    def forward(self, x):
+        return torch.relu(x + self.body(x))
+
+
+def conv_bn(c_in, c_out):
+    return nn.Conv2d(c_in, c_out, 3, padding=1, bias=False), nn.BatchNorm2d(c_out)
+
+
+class Decoder(nn.Module):
+    """[c, h, w] -> [3, H, H] in (0, 1): residual blocks at the features' size, then PixelShuffle doublings.
+
+    What comes in is standardised channel by channel with the mean and deviation of what was sent
+    (`observe`). Otherwise a defence could hide z by making it small, which takes nothing from an attacker
+    who looks closely. Beside the convolutions a linear map of all of z' paints a coarse picture of at most
+    COARSE x COARSE cells: what a defence spreads thinly over the whole of z' is invisible to small windows
+    and plain to a linear attacker. 8 blocks of 64 channels are the paper's size (about 0.7 M parameters,
+    and 0.1 M for the coarse picture).
+    """
+
+    def __init__(self, shape, image_size, blocks=8, channels=64):
+        super().__init__()
+        c, h, _ = shape
+        doublings = math.log2(image_size / h)
+        if doublings != int(doublings):
+            raise UserError(
+                f"--image-size {image_size}: the decoder doubles {h}x{h} features and cannot reach "
+                f"{image_size}; use {h * 2 ** round(doublings)}."
+            )
+        self.register_buffer("mean", torch.zeros(c, 1, 1))
+        self.register_buffer("std", torch.ones(c, 1, 1))
+        layers = [*conv_bn(c, channels), nn.ReLU(inplace=True), *(Residual(channels) for _ in range(blocks))]
+        for _ in range(int(doublings) - 1):
+            half = max(8, channels // 2)
+            layers += [
+                nn.Conv2d(channels, 4 * half, 3, padding=1),
+                nn.PixelShuffle(2),
+                nn.ReLU(inplace=True),
+                Residual(half),
+            ]
+            channels = half
+        layers += (
+            [nn.Conv2d(channels, 12, 3, padding=1), nn.PixelShuffle(2)]
+            if doublings
+            else [nn.Conv2d(channels, 3, 3, padding=1)]
+        )
+        self.layers = nn.Sequential(*layers)
+        self.coarse = nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(math.prod(shape), 3 * min(h, COARSE) ** 2),
+            nn.Unflatten(1, (3, min(h, COARSE), min(h, COARSE))),
+            nn.Upsample(size=(image_size, image_size), mode="bilinear"),
+        )
+        nn.init.zeros_(self.coarse[1].weight)
+        nn.init.zeros_(self.coarse[1].bias)
+
+    @torch.no_grad()
+    def observe(self, sent):
+        """Mean and deviation of each channel; an exact 0 was dropped on the wire and says nothing."""
+        there = (sent != 0).to(sent.dtype)
+        count = there.sum((0, 2, 3)).clamp_min(1)
+        mean = sent.sum((0, 2, 3)) / count
+        square = ((sent - mean.view(-1, 1, 1)) * there).square().sum((0, 2, 3)) / (count - 1).clamp_min(1)
+        self.mean.copy_(mean.view(-1, 1, 1))
+        self.std.copy_(square.sqrt().clamp_min(torch.finfo(sent.dtype).eps).view(-1, 1, 1))
+
+    def forward(self, z):
+        z = (z - self.mean) / self.std * (z != 0)  # what was dropped counts as the mean
+        return torch.sigmoid(self.layers(z) + self.coarse(z))
+
+
+def fit_decoder(decoder, pairs, stop_pairs, epochs, steps, lr, progress=lambda done: None, term=None):
+    """Adam on ‖D(z') − x‖² over `pairs()`, batches of (z', x); keeps the epoch best on `stop_pairs()`.
+
+    The rate rises in the first tenth of an epoch-long run's steps. epochs = a number: then it falls along a
+    cosine. epochs = "auto": it stays until the stop error fell by less than 1 % in the last quarter of the
+    epochs (CEILING at most), then falls along a cosine for a third as many epochs again. `term(D(z'), x)`
+    is added to the loss if given. -> facts: epochs, best_epoch, stop_mse, converged.
+    """
+    optimizer = torch.optim.Adam(decoder.parameters(), lr)
+    auto, warmup = epochs == "auto", 0.1 * (1 if epochs == "auto" else epochs)
+    fall_from, end = (math.inf, CEILING) if auto else (0.0, epochs)  # in epochs
+    history, best_state, converged = [], None, None
+    while len(history) < end:
+        done = len(history)
+        decoder.train()
+        for i, (sent, x) in enumerate(pairs()):
+            now = done + i / steps
+            fall = (
+                0.5 * (1 + math.cos(math.pi * (now - fall_from) / (end - fall_from)))
+                if now > fall_from
+                else 1.0
+            )
+            optimizer.param_groups[0]["lr"] = lr * fall * min(1.0, (now + 1 / steps) / warmup)
+            reconstruction = decoder(sent)
+            loss = F.mse_loss(reconstruction, x)
+            loss = loss + term(reconstruction, x) if term else loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            progress((now + 1 / steps) / end)
+        decoder.eval()
+        with torch.no_grad():
+            errors = [(F.mse_loss(decoder(sent), x) * len(x), len(x)) for sent, x in stop_pairs()]
+        history.append((sum(e for e, _ in errors) / sum(n for _, n in errors)).item())
+        if not math.isfinite(history[-1]):
+            raise UserError(f"the attacker diverged in its epoch {len(history)}; give it more images.")
+        if history[-1] == min(history):
+            best_state = copy.deepcopy(decoder.state_dict())
+        if auto and fall_from == math.inf and (flat(history) or len(history) == CEILING):
+            converged, fall_from = flat(history), len(history)
+            end = fall_from + math.ceil(fall_from / 3)
+    decoder.load_state_dict(best_state)
+    best = min(range(len(history)), key=history.__getitem__)
+    facts = {
+        "epochs": len(history),
+        "best_epoch": best + 1,
+        "stop_mse": history[best],
+        "converged": converged,
+    }
+    return {**facts, "history": history}  # of the stop error, an epoch each
+
+
+def flat(history):
+    """Whether the best error fell by less than 1 % in the last quarter of the epochs."""
+    quarter = len(history) // 4
+    return quarter > 1 and min(history) > 0.99 * min(history[:-quarter])
