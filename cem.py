@@ -1,4 +1,4 @@
-"""Conditional entropy maximisation: what all surrogates share. All of it is here and needs torch alone.
+"""Conditional entropy maximisation (CEM): what training with any surrogate needs. It imports torch alone.
 
 An encoder on the device sends z' = z + n, z = F_e(x) in (0, 1)^D, n ~ N(0, σ²I). An attacker who sees z'
 wants x. With differential entropies in nats, d pixels and ξ the least possible squared error per pixel,
@@ -7,8 +7,8 @@ wants x. With differential entropies in nats, d pixels and ξ the least possible
     ξ ≥ exp(2 H(x|z') / d) / (2πe)                                                          [E §1.4]
 
 so squeezing the spread of z within each class, against a fixed noise, raises the floor under every attacker's
-error. A surrogate is a loss L_CEL(z, y) that measures this spread. Here are the channel, the bound, the two
-gradient stashes, and two figures about a trained encoder that no attacker is needed for.
+error. A surrogate is a conditional-entropy loss (CEL), L_CEL(z, y), that measures this spread. Here are the
+channel, the bound, the two gradient stashes, and two figures about a trained encoder that need no attacker.
 
 The gradient stash [A §3.3 step 5]. L_D is the task's loss and the defence's own terms.
 
@@ -17,8 +17,11 @@ The gradient stash [A §3.3 step 5]. L_D is the task's loss and the defence's ow
     (iii) θ ← θ − η (g_D + λ·r(η)·γ·g_CEL)         r(η) = min(1, η_ref/η)
     (iv)  the server gets g_D only; the surrogate's own parameters get γ·g_CEL
 
+Back-propagating L_D + λ·L_CEL gives the same step, since L_CEL does not depend on the server. Kept apart, the
+two gradients can be clipped, averaged, weighed and guarded against NaN each on its own.
 λ weighs privacy against accuracy, r(η) holds the regulariser back while the learning rate is high, γ is the
-loss scale [A §4.5]. `stash_params` does this to the letter. `stash_at_cut` lets the two gradients meet at z
+loss scale [A §4.5]; γ = 0 in the warm-up, but not for the surrogate's own parameters, which are fitted there.
+`stash_params` does this to the letter. `stash_at_cut` lets the two gradients meet at z
 and goes through the encoder once: back-propagation is linear in the gradient at z, so the step is the same,
 and it is what a split deployment does, where the server returns ∂L_D/∂z' and the rest is the client's.
 
@@ -66,16 +69,16 @@ def lr_ratio(lr, eta_ref=1e-3):
 #   z              the encoder's output, with its graph
 #   z_cut          z.detach().requires_grad_(): what server, defence and surrogate saw instead of z
 #   loss_d         L_D as a function of z_cut
-#   g_cel          λ·r·γ·∂L_CEL/∂z, from `cel_gradient`
+#   g_z            λ·r·γ·∂L_CEL/∂z from `cel_gradient`: at z, and with its weights inside
 #   encoder_terms  terms of L_D that depend on the encoder directly, not through z
 
 
-def cel_gradient(z_cut, losses, weights, gamma, clip=0.0):
-    """(i) as far as z -> Σ λ·r·γ·∂L_CEL/∂z over [(L_CEL, its surrogate)], and 1 if all is finite, else 0.
+def cel_gradient(z_cut, losses, weights, own_scale, clip=0.0):
+    """Step (i), stopped at z. Returns g_z = Σ weight·∂L_CEL/∂z, and 1 if all of it is finite, else 0.
 
-    `weights` are the λ·r·γ. The surrogates' own parameters get γ·g_CEL in .grad (`gamma`, which is not 0 in
-    the warm-up, when the weights are). `clip` is the longest ‖∂L_CEL/∂z‖, 0 for no limit. A gradient with
-    NaN or Inf in it counts as zero.
+    `losses` is [(L_CEL, its surrogate)], `weights` their λ·r·γ. The surrogates' own parameters get
+    own_scale·g_CEL in .grad. `clip` is the longest ‖∂L_CEL/∂z‖, 0 for no limit. A gradient with NaN or Inf in
+    it counts as zero.
     """
     total, all_finite = torch.zeros_like(z_cut), z_cut.new_ones(())
     for (loss, surrogate), weight in zip(losses, weights):
@@ -87,20 +90,20 @@ def cel_gradient(z_cut, losses, weights, gamma, clip=0.0):
             g = g * (clip / g.norm().clamp_min(torch.finfo(g.dtype).tiny)).clamp(max=1)
         total = total + torch.where(finite, weight * g, 0)
         for p, g_p in zip(own, g_own):
-            p.grad = None if g_p is None else torch.where(finite, gamma * g_p, 0)
+            p.grad = None if g_p is None else torch.where(finite, own_scale * g_p, 0)
         all_finite = all_finite * finite
     return total, all_finite
 
 
-def stash_params(z, z_cut, loss_d, g_cel, encoder, encoder_terms=(), average=None, decay=0.0):
+def stash_params(z, z_cut, loss_d, g_z, encoder, encoder_terms=(), average=None, decay=0.0):
     """As documented: L_CEL and L_D pass through the encoder one after the other.
 
-    decay > 0: g_CEL is an exponential average over the steps ([A §7.2] momentum decay), kept in the list
-    `average`.
+    decay > 0: what is put aside is an exponential average over the steps ([A §7.2] momentum decay), kept in
+    the list `average`. At the cut there is none: the rows of two batches are different images.
     """
     params = [p for p in encoder.parameters() if p.requires_grad]
-    # (i) g_CEL, put aside
-    stashed = torch.autograd.grad(z, params, g_cel, retain_graph=True, allow_unused=True)
+    # (i) λ·r·γ·g_CEL, put aside
+    stashed = torch.autograd.grad(z, params, g_z, retain_graph=True, allow_unused=True)
     stashed = [torch.zeros_like(p) if g is None else g for p, g in zip(params, stashed)]
     if decay:
         before = average or [torch.zeros_like(p) for p in params]
@@ -114,12 +117,12 @@ def stash_params(z, z_cut, loss_d, g_cel, encoder, encoder_terms=(), average=Non
     return z_cut.grad
 
 
-def stash_at_cut(z, z_cut, loss_d, g_cel, encoder_terms=()):
+def stash_at_cut(z, z_cut, loss_d, g_z, encoder_terms=()):
     """The same step with one pass through the encoder: the two gradients meet at z."""
     # (ii) g_D: for the server, and ∂L_D/∂z
     loss_d.backward()
     # (iii) ∂L_D/∂z + λ·r·γ·∂L_CEL/∂z goes through the encoder; (iv) the server has g_D only
-    torch.autograd.backward([z, *encoder_terms], [z_cut.grad + g_cel, *map(torch.ones_like, encoder_terms)])
+    torch.autograd.backward([z, *encoder_terms], [z_cut.grad + g_z, *map(torch.ones_like, encoder_terms)])
     return z_cut.grad
 
 
@@ -132,8 +135,8 @@ def leakage_bits(z_fit, y_fit, z_test, sigma, generator=None):
     z_fit, y_fit and z_test are clean features (before noise, before any dropout on the wire: later
     processing cannot leak more) of disjoint images. q is the marginal density Σ_c p(c) N(μ_c, Σ_c + σ²I),
     never the density given the test sample's own label, which would leave H(Y) out. How far Σ_c leaves the
-    pooled covariance, and how much of the noise's own −log p(n) − H(n) is subtracted (its mean is 0, so
-    only the error shrinks), are chosen on a fifth of the fit features.
+    pooled covariance is chosen on a fifth of the fit features. So is the weight of a control variate, the
+    noise's own −log p(n) − H(n): its mean is 0, so subtracting it shrinks the error alone.
     """
     if sigma <= 0:
         raise ValueError("sigma must be positive: without noise the information is infinite.")
@@ -152,12 +155,12 @@ def leakage_bits(z_fit, y_fit, z_test, sigma, generator=None):
     scores = [cross_entropies(z_fit[rest], y_fit[rest], sent, sigma, a) for a in candidates]
     best = min(range(len(candidates)), key=lambda i: scores[i].mean())
     centred = scores[best] - scores[best].mean()
-    share = (centred * of_noise).mean() / of_noise.square().mean().clamp(min=1e-12)
+    weight = (centred * of_noise).mean() / of_noise.square().mean().clamp(min=1e-12)
 
     # I(x;z') ≤ E[−log q(z')] − (D/2) log(2πe σ²)
     sent, of_noise = transmit(z_test)
     nats = cross_entropies(z_fit, y_fit, sent, sigma, candidates[best])  # [N_test]
-    nats = nats - D / 2 * math.log(2 * math.pi * math.e * sigma**2) - share * of_noise
+    nats = nats - D / 2 * math.log(2 * math.pi * math.e * sigma**2) - weight * of_noise
     return (nats.mean() / math.log(2)).item(), (nats.std() / math.log(2) / len(nats) ** 0.5).item()
 
 

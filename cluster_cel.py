@@ -6,32 +6,33 @@
     R(c)  = v̂_c ("lin"),   max(0, log(v̂_c + ε) − log(τ + ε)) ("log")                  [A §3.3] step 4
     L     = Σ_c β_c R(c),   β_c = M_c / B                                             (2)
 
-B batch, C classes, D features, K clusters of a class, M_c samples of class c in the batch, N in all.
+B batch, C classes, D features, K clusters of a class, M_c samples of class c in the batch, N in all;
+τ = var_threshold·σ² and ε = floor·σ² per dimension. [A] is listed in DOCUMENTS.md, as are its (1) and (2).
 refresh() finds the centres μ_ck, the shares π_ck (Σ_k π_ck = 1) and the variances v_ck by K-means [A §3.4].
 For a batch they are constants, so the whole gradient goes to the encoder:
 
     ∂L/∂z = β_c π_ck (2/n_ck) (z − μ_ck) / (v̂_c + ε)   where v̂_c > τ; "lin": always, without the denominator
 
 It points away from the centre; the descent step points towards it.
-variance="per_dim" takes v̂, the hinge and τ = var_threshold·σ² in each dimension, then their mean.
-"trace" sums the dimensions first, as [A] prints it; τ and ε are then D times as large.
+That is "trace", as [A] prints it: the dimensions are summed first, τ and ε are D times as large. "per_dim"
+takes v̂, hinge and τ in each dimension, then their mean (so the gradient has another 1/D).
 
 form="released" is the loss of the released CEM code, which published tables call CEM. It has one number a
-cluster (v̂_ck and v_ck are means over the dimensions; `variance` is ignored), and ε = g0 = 0.01 (`floor` too):
+cluster (v̂_ck and v_ck are means over the dimensions; `variance` and `floor` are ignored), and g0 = 0.01:
 
     a = min(0.99, 10 n_ck / (π_ck N/C)),   v = a v̂_ck + (1 − a) v_ck
     L = 1/|classes in the batch| Σ_{c,k present} π_ck max(0, log(v + g0) − log(τ + g0))
     ∂L/∂z = 20 (z − μ_ck) / (N D (v + g0))   where v > τ, a < 0.99 and the batch has all C classes
 
-It goes with K = 5 (other networks: 15) and λ = 16. That code looks π and v up by a sample counter: an error.
+It goes with K = 5 and λ = 16. That code looks π and v up by a sample counter, an error not repeated here.
 
     cel = ClusterCEL(num_classes=10, dim=512, sigma=0.1)
     cel.refresh(z_all, y_all)          # the training set's features, once an epoch or more rarely
-    loss = cel(encoder(x), y)          # z [B, D] or [B, C, H, W], y [B] int64
+    loss = cel(encoder(x), y)          # z [B, ...] of D numbers, y [B] int64
     cel.stats["missing"]               # share of π whose clusters have no member in the batch
 
 A cluster without a member counts as 0 in (1), as printed, so small batches measure too small a spread.
-Differs from the documents in: ε = floor·σ²; pooling z (step 1) is the caller's; outliers as in fit_class().
+Differs from the documents in: ε; pooling z (step 1) is the caller's; outliers as in fit_class().
 Left out, with gradient 0: rows with NaN or Inf, and classes that no refresh has seen.
 """
 
@@ -43,8 +44,7 @@ from torch import nn
 FORMS, VARIANCES, OUTLIERS = ("log", "lin", "released"), ("per_dim", "trace"), ("keep", "truncate", "reseed")
 OUTLIER = 4.0  # a cluster is one above this many times the median variance of its class's clusters
 RATE, MAX_RATE, G0 = 10, 0.99, 0.01  # of form="released"
-N_INIT = 20  # starts of K-means where no earlier centres are known; they see TRIAL_POINTS samples per cluster
-TRIAL_POINTS, ROUNDS = 100, 50
+N_INIT, TRIAL_POINTS, ROUNDS = 20, 100, 50  # K-means: first starts, samples per cluster in them, most steps
 
 
 class ClusterCEL(nn.Module):
@@ -151,52 +151,34 @@ class ClusterCEL(nn.Module):
 
 
 def kmeans(z, k, init=None, generator=None):
-    """Lloyd's K-means of z [n, D] -> centres [k, D], each the mean of its members, and every z's cluster [n].
-
-    Starts from init [k, D], or from the best of N_INIT draws of k-means++ (generator: a CPU generator). Equal
-    samples count as one point with a weight. So no cluster is empty, unless there are fewer than k different
-    samples: then the surplus stays empty, and its centres are copies of the largest cluster's."""
-    points, same, weight = torch.unique(z, dim=0, return_inverse=True, return_counts=True)  # [m, D], [n], [m]
-    weight, used, middle = weight.to(z.dtype), min(k, len(points)), points.mean(0)
-    x = points - middle  # [m, D] centred, so that little is lost where ||x − μ||² is expanded
-    if init is None:
-        few = torch.randperm(len(x), generator=generator)[: TRIAL_POINTS * used].to(z.device)
-        some, w = x[few], weight[few]
-        trials = [lloyd(some, w, plus_plus(some, w, used, generator)) for _ in range(N_INIT)]
-        start = min(trials, key=lambda trial: trial[0])[1]  # [used, D] of the least inertia
-    else:
-        start = init[:used] - middle
-    _, centres, assign = lloyd(x, weight, start)
-    assign = assign[same]  # [n]
-    largest = centres[assign.bincount().argmax()]
-    return torch.cat([centres, largest.expand(k - used, -1)]) + middle, assign
-
-
-def lloyd(x, weight, centres):
-    """x [m, D], weight [m], centres [k, D] -> inertia Σ weight ||x − μ||², centres, assign [m]."""
-    k, assign = len(centres), None
+    """Lloyd's K-means of z [n, D] -> centres [k, D], means of their members, and every z's cluster [n]."""
+    if init is None:  # the best of N_INIT starts, found on a part of the samples
+        part = z[torch.randperm(len(z), generator=generator)[: TRIAL_POINTS * k]]
+        fits = [kmeans(part, k, plus_plus(part, k, generator)) for _ in range(N_INIT)]
+        init, _ = min(fits, key=lambda fit: (part - fit[0][fit[1]]).square().sum())
+    middle = z.mean(0)
+    x, centres = z - middle, init - middle  # centred, so that little is lost where ||x − μ||² is expanded
+    norm = x.square().sum(1, keepdim=True)  # [n, 1]
     for _ in range(ROUNDS):
-        # k*(x) = argmin_k ||x − μ_k||² = argmin_k ||μ_k||² − 2 x·μ_k
-        old, assign = assign, torch.addmm(centres.square().sum(1), x, centres.T, alpha=-2).argmin(1)
-        while (count := torch.bincount(assign, minlength=k)).min() == 0:  # the empty one takes the farthest x
-            far = (x - centres[assign]).square().sum(1)  # [m]
-            assign[torch.where(count[assign] > 1, far, -1).argmax()] = count.argmin()
-        if old is not None and torch.equal(old, assign):
+        # k*(x) = argmin_k ||x − μ_k||². Of centres that are equal but for rounding, the first gets all
+        d2 = torch.addmm(norm + centres.square().sum(1), x, centres.T, alpha=-2)  # [n, k]
+        equal = torch.cdist(centres, centres).square() <= torch.finfo(x.dtype).eps * norm.mean()  # [k, k]
+        near, assign = d2.masked_fill(equal.triu(1).any(0), torch.inf).min(1)  # [n], [n]
+        # μ_k = mean of the members of k; without members, the x that is farthest from its centre
+        member = nn.functional.one_hot(assign, k).to(x.dtype)  # [n, k]
+        count = member.sum(0)[:, None]  # [k, 1]
+        old, centres = centres, torch.where(count > 0, member.T @ x / count.clamp(min=1), x[near.argmax()])
+        if torch.equal(old, centres):
             break
-        # μ_k = Σ weight x / Σ weight over the members of k
-        member = x.new_zeros(k, len(x)).scatter_(0, assign[None], weight[None])  # [k, m]
-        centres = (member / member.sum(1, keepdim=True)) @ x
-    return float(weight @ (x - centres[assign]).square().sum(1)), centres, assign
+    return centres + middle, assign
 
 
-def plus_plus(x, weight, k, generator):
-    """k-means++: the next centre is a sample, drawn ∝ weight · squared distance to the nearest so far."""
-    p, centres = weight, x[:0]
-    for u in torch.rand(k, generator=generator).to(x):
-        cdf = p.cumsum(0)  # [m]
-        i = torch.searchsorted(cdf, u * cdf[-1], right=True).clamp(max=len(x) - 1)
-        centres = torch.cat([centres, x[i][None]])
-        p = weight * torch.cdist(x, centres).amin(1).square()
+def plus_plus(z, k, generator):
+    """k-means++: k of the samples, each drawn ∝ its squared distance to the nearest one drawn before."""
+    p, centres = torch.ones(len(z)), z[:0]
+    for _ in range(k):
+        centres = torch.cat([centres, z[torch.multinomial(p, 1, generator=generator)]])
+        p = torch.cdist(z, centres).amin(1).square().clamp(min=1e-30).cpu()  # not all 0, if all are equal
     return centres
 
 

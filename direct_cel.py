@@ -6,7 +6,7 @@ The other surrogates look at z and y. This one looks at x: [A §9] asks for I(X;
     t_i = the p×p×3 pixels under cell i, p = H/h                           [p_t]
     f_i = the k×k cells of z around it; what leaves is f_i + n             [q], q = c·k²
 
-both without their class mean at that place. Σ are averages over the n = B·h·w cells of the batch.
+both without their class mean at that place. Σ are averages over the m = B·h·w cells of the batch.
 
     W   = Σ_tf (Σ_ff + σ²I)⁻¹                                  the best linear estimate of t from f + n
     E   = mean (W f − t)(W f − t)ᵀ + σ² W Wᵀ                   its error, Σ_tt − Σ_tf (Σ_ff + σ²I)⁻¹ Σ_ft
@@ -14,23 +14,23 @@ both without their class mean at that place. Σ are averages over the n = B·h·
     L   = ½ log( |Σ_tt| / |E| )  ≥ 0                           measure="logdet": nats a cell
 
 W minimises E, so holding it fixed changes no gradient (envelope theorem), and σ² W Wᵀ has none. There is no
-inner loop and no second network, only one q × q solve a step (72 × 72).
+inner loop and no second network, only one q × q solve a step (72 × 72 for c = 8, k = 3).
 
 It estimates what the best *linear* attacker gets who sees k×k cells. "logdet" is the Gaussian estimate of
 the information: it is I(t; f + n | Y) of one cell if (t, f) given y is Gaussian with the same covariance in
 all classes. Neither bounds I(x; z'|y), nor the error of other attackers. Small samples bias it up: if x and
-z are independent it is about log(n/(n−q)) (trace) and p_t·q/(2n) nats (logdet), n independent cells.
+z are independent it is about log(m/(m−q)) (trace) and p_t·q/(2m) nats (logdet), m independent cells.
 
     cel = DirectCEL(num_classes=10, dim=512, sigma=0.1)
     loss = cel(encoder(x), y, x)       # z [B, c, h, w], or [B, D] with shape=(c, h, w); y [B] int64;
-                                       # x [B, 3, H, W] float in [0, 1], H = p·h, W = p·w
+                                       # x [B, 3, p·h, p·w] float in [0, 1]
     cel.stats["spread"]                # tr E / p_t: variance per pixel that the estimate leaves unexplained
     cel.stats["above_tau"]             # 1 − tr E / tr Σ_tt: share of the variance it explains; there is no τ
 
 The mean of a class is that of the batch's M images, and deviations from it are scaled by √(M/(M−1)): Σ is
 then unbiased however few they are. The classes with one image in the batch count as one class together.
-Around the map f is 0, its mean, and noise. Σ_tt includes the variance of rounding pixels to 8 bits, which
-keeps flat and grey pictures finite.
+Outside the map f is padded with 0, the mean after centring, and has noise too. Σ_tt includes the variance
+of rounding pixels to 8 bits, which keeps flat and grey pictures finite. [A] and [E]: see DOCUMENTS.md.
 Left out, with gradient 0: rows with NaN or Inf in z or x, and an image without a second to compare with.
 """
 

@@ -11,28 +11,29 @@
     L    = Σ_c β_c R(c),   β_c = M_c / B                      (2)
 
 B batch, C classes, D features, h attention width, M_c samples of class c in the batch,
-N samples in all: B without memory, else the remembered ones of the batch's classes too.
+N rows of all classes: B without memory, else the remembered ones of the batch's classes too.
 variance="per_dim" takes v_c, the hinge and τ = var_threshold·σ² in each dimension, then their mean.
-"trace" sums the dimensions first, as [A] prints it; τ and ε are then D times as large.
+"trace" sums the dimensions first, as [A] prints it; τ and ε are then D times as large. ε = floor·σ²: with
+floor = 1, log(v_c + ε) is the entropy of the noisy feature, but for ½ and a constant.
 
 `mode` says where the gradient goes. The value of cel(z, y) is L in all three.
-  "fit"          α is a constant for z. W_V, W_U and w maximise the likelihood of the class's samples under
-                 N(z̄_c, v_c + σ²). The optimum is equal weights, so L is in effect the plain class variance.
+  "fit"          α is a constant for z. W_V, W_U and w maximise the likelihood of the class's noisy samples
+                 under N(z̄_c, v_c + σ²). Its optimum is equal weights: L is in effect the plain class
+                 variance. The safe default, and the baseline of what attention could add.
   "adversarial"  z descends L while W_V, W_U and w ascend it: the worst-case spread that [A §6.3] describes.
                  |α'| stays below 1, so that no sample weighs more than e² = 7.4 times another.
   "documented"   everything descends L: [A §4.4] ("trace"), or on the LayerNormed features [B] ("per_dim").
                  It collapses: ∂v/∂α'_j = α_j (||z_j − z̄||² − v), so descent takes weight from every sample
-                 farther than average, until one sample has it all, v_c = 0, and the encoder learns nothing.
+                 farther than average, until v_c is below τ, L = 0, and the encoder learns nothing.
 
     cel = GatedAttCEL(num_classes=10, dim=512, sigma=0.1)
-    optimizer = torch.optim.SGD([*encoder.parameters(), *cel.parameters()], lr=0.05)
-    loss = cel(encoder(x), y)          # z [B, D] or [B, C, H, W], y [B] int64
+    own = torch.optim.Adam(cel.parameters(), lr=2e-3)                   # beside the network's optimiser
+    loss = cross_entropy(server(z + noise), y) + lambd * cel(z, y)      # z [B, ...] of D numbers, y [B] int64
     cel.stats["ess"]                   # effective samples of a class, 1/Σα², as a share of its samples
 
 memory=m counts the last m samples of each class beside the batch's own, for batches with few of a class.
-Their z and α' have no gradient; that of the batch's z and α' is (M + m)/M times as large instead, so that
-it stands for all, and λ keeps its meaning.
-Differs from the documents in: the modes; ε = floor·σ²; the spread is that of z except in [B]'s form.
+They have no gradient; to make up for it, the batch's own is (M + m)/M times as large.
+[A], [B], [D] are listed in DOCUMENTS.md. Different from them: the modes; ε; the spread is that of z.
 Left out, with gradient 0: rows with NaN or Inf, and classes with fewer than two samples.
 """
 
@@ -91,18 +92,18 @@ class GatedAttCEL(nn.Module):
             # s = v ⊙ u                                                      (3d)
             s = v * u  # [B, h]
             # α' = wᵀ s                                                      (3e)
-            logit = self.cap(s @ w)  # [B]
+            logit = self.cap(s @ w)  # [B]; "adversarial": tanh of it
             # α_i = exp(α'_i) / Σ_j exp(α'_j), j in the class of i           (3f)
             M = class_sum(ok.to(z.dtype), y, self.num_classes)  # [C]
             n = M + self.stored.clamp(max=self.memory.shape[1])  # [C] with the remembered ones
-            measured = z_norm if self.on_norm else z  # [B, D]
-            samples, logit, c = self.with_memory(measured, logit, y, ok, M, n)  # a list, [N], [N]
+            # samples: blocks (z [G, k, D], class [G]), of the batch and of the memory; N logits, N classes
+            samples, logit, c = self.with_memory(z_norm if self.on_norm else z, logit, y, ok, M, n)
             alpha = class_softmax(logit, c, self.num_classes)  # [N]
 
             # z̄_c = Σ_i α_i z_i                                              [A §4.3] step 2
             mean = weighted_sum(alpha, [(z_i.detach(), k) for z_i, k in samples], self.num_classes)  # [C, D]
             # v_c = Σ_i α_i ||z_i − z̄_c||²                                   [A §4.3] step 3
-            fixed = mean.detach()[:, None]  # its share of the gradient, −2 Σ α (z − z̄), is zero ([A] app. B)
+            fixed = mean.detach()[:, None]  # ∂v_c/∂z̄ = −2 Σ α (z − z̄) = 0
             square = [((z_i - fixed[k]).square(), k) for z_i, k in samples]
             v_c = weighted_sum(alpha.detach() if self.mode == "fit" else alpha, square, self.num_classes)
             if self.variance == "trace":
@@ -125,14 +126,14 @@ class GatedAttCEL(nn.Module):
     def misfit(self, alpha, equal, mean, samples, square):
         """−log N(z + n; z̄_c, v_c + σ²), its mean over n ~ N(0, σ²), a class's samples and dimensions: [C]."""
         samples, square = ([(x.detach(), k) for x, k in blocks] for blocks in (samples, square))
-        v = weighted_sum(alpha, square, self.num_classes) + self.sigma**2  # [C, D]
-        # The mean of (z + n − z̄)²; its gradient is that of (m − z̄)², m the mean under equal weights.
+        total = weighted_sum(alpha, square, self.num_classes) + self.sigma**2  # v_c + σ²  [C, D]
+        # The mean of (z + n − z̄)²; its gradient is that of (plain mean − z̄)².
         shift = (weighted_sum(equal, samples, self.num_classes) - mean).square()
         error = weighted_sum(equal, square, self.num_classes) + (shift - shift.detach()) + self.sigma**2
         if self.variance == "trace":
-            v, error = v.mean(1, keepdim=True), error.mean(1, keepdim=True)  # [C, 1]
-        # −log N = ½ log 2π(v + σ²) + ½ (z + n − z̄)² / (v + σ²)
-        return 0.5 * (torch.log(2 * math.pi * v) + error / v).mean(1)
+            total, error = total.mean(1, keepdim=True), error.mean(1, keepdim=True)  # [C, 1]
+        # −log N = ½ log 2π(v_c + σ²) + ½ (z + n − z̄)² / (v_c + σ²)
+        return 0.5 * (torch.log(2 * math.pi * total) + error / total).mean(1)
 
     def cap(self, logit):
         return MAX_LOGIT * torch.tanh(logit / MAX_LOGIT) if self.mode == "adversarial" else logit
@@ -145,9 +146,9 @@ class GatedAttCEL(nn.Module):
         share = (n / M.clamp(min=1))[y]  # (M + m)/M  [B]
         z, logit = (t.detach() + s * (t - t.detach()) for t, s in ((z, share[:, None]), (logit, share)))
         with torch.no_grad():
-            here = z.device.type == "cpu" and not torch.compiler.is_compiling()
-            P = int((M > 0).sum()) if here else min(len(y), C)  # elsewhere counting would wait for the device
-            k = M.topk(P).indices  # [P] every class of the batch
+            on_cpu = z.device.type == "cpu" and not torch.compiler.is_compiling()
+            P = int((M > 0).sum()) if on_cpu else min(len(y), C)  # elsewhere counting would wait
+            k = M.topk(P).indices  # [P] every class of the batch, and maybe absent ones: their β is 0
             held, empty = self.memory[k], torch.arange(m, device=z.device) >= self.stored[k, None]  # [P, m]
             z_norm = self.norm(held)  # (3a) to (3e) again  [P, m, D]
             s = torch.tanh(z_norm @ self.W_V.T) * torch.sigmoid(z_norm @ self.W_U.T)  # [P, m, h]
@@ -161,9 +162,9 @@ class GatedAttCEL(nn.Module):
         """Writes the batch into the rings, in its order: where two samples meet, the later one stays."""
         m = self.memory.shape[1]
         same = (y[:, None] == y) & ok  # [B, B] column counts and is of the row's class
-        place = (self.stored[y] + same.tril(-1).sum(1)) % m  # [B]
+        place = (self.stored[y] + same.tril(-1).sum(1)) % m  # [B] the row's place in the ring of its class
         same = same & (place[:, None] == place)
-        last = (same * torch.arange(1, len(y) + 1, device=z.device)).amax(1) - 1  # [B], −1 for none
+        last = (same * torch.arange(1, len(y) + 1, device=z.device)).amax(1) - 1  # [B] who stays; −1: none
         self.memory[y, place] = torch.where(last[:, None] < 0, self.memory[y, place], z[last])
         self.stored += M.to(self.stored.dtype)
 

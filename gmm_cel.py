@@ -28,6 +28,9 @@ rate_free=True (default): Δ_j enters the gradient with the weight n_j/(π_j B),
     cel.stats["logdet_term"]           # Σ π ½ log |Σ + Σ_p| / |Σ_p|; "entropy_term" is the rest, H(A)
     cel.bound()                        # L_C of what is stored
 
+refresh() runs on the CPU, and its `generator` is a CPU generator. num_samples: how many samples z_all stands
+for, if it is a part of them. A class without a finite sample in z_all keeps its μ, its Σ and its π·N samples.
+
 Differs from the documents in: a mixture for each class, not one of all features; rate_free; no threshold: L_C
 has no hinge, stats["above_tau"] compares with VAR_THRESHOLD·σ² only to be comparable with the other losses.
 Left out, with gradient 0: rows with NaN or Inf, and classes that no refresh has seen. In the update of π, B
@@ -42,11 +45,9 @@ from torch import nn
 MAX_RATE = 0.99  # of a_j and b
 VAR_THRESHOLD = 0.125  # of stats["above_tau"], in units of σ²; the loss does not use it
 REG = 1e-6  # EM adds it to the covariances where it needs densities; the Σ that is stored has none
-MIN_MASS = 0.5  # samples; EM stops before a component holds less
-TOLERANCE = 5e-3  # EM stops when the mean change of a responsibility is below
+MIN_MASS, TOLERANCE = 0.5, 5e-3  # EM ends before a component has fewer samples, or if r_ik moves by less
 JITTER = 8  # rounding makes a covariance indefinite by up to about JITTER · machine epsilon · trace
-N_INIT = 20  # starts of K-means where no earlier centres are known; they see TRIAL_POINTS samples per cluster
-TRIAL_POINTS, ROUNDS = 100, 50
+N_INIT, TRIAL_POINTS, ROUNDS = 20, 100, 50  # K-means: first starts, samples per cluster in them, most steps
 
 
 class GMMCEL(nn.Module):
@@ -72,23 +73,20 @@ class GMMCEL(nn.Module):
     def forward(self, z, y, x=None):
         z, ok = usable_rows(self, z, y)  # [B, D], [B]
         with torch.autocast(z.device.type, enabled=False):
-            B, s, tiny = len(z), self.update_scale, torch.finfo(z.dtype).tiny
-            N = self.num_samples.clamp(min=1)
-            pi, cov = self.weights.flatten(), self.covs.flatten(0, 1)  # [J], [J, D] or [J, D, D]
-            ok = ok & (self.weights[y] > 0).any(1)  # [B] without the classes that no refresh has seen
-
+            B, N, s = len(z), self.num_samples.clamp(min=1), self.update_scale
+            pi, cov = self.weights.flatten(), self.covs.flatten(0, 1).flatten(1)  # [J], [J, D] or [J, D²]
+            ok = ok & self.weights[y].any(1)  # [B] without the classes that no refresh has seen
             # j(z) = argmin_j ||z − μ_j||²
             d2 = (z.detach()[:, None] - self.means[y]).square().sum(2)  # [B, K]
             k = d2.masked_fill(self.weights[y] == 0, torch.inf).argmin(1)  # [B]
             member = z.new_zeros(len(pi), B).scatter(0, (y * self.components + k)[None], ok[None].to(z.dtype))
             n = member.sum(1)  # [J]
             # Δ_j = (1/n_j) Σ (z − μ_j)(z − μ_j)ᵀ
-            share = member / n.clamp(min=1)[:, None]  # [J, B]
             r = torch.where(ok[:, None], z - self.means[y, k], 0)  # [B, D]
-            delta = self.moment(share, r)  # [J, D] or [J, D, D]
+            w = member / n.clamp(min=1)[:, None]  # [J, B]
+            delta = w @ r.square() if self.covariance == "diag" else ((w[:, :, None] * r).mT @ r).flatten(1)
             # Σ_j ← (1 − a_j) Σ_j + a_j Δ_j,   a_j = min(0.99, s n_j / (π_j N))
-            per_component = (-1, *[1] * (cov.dim() - 1))
-            a = (s * n / (pi * N).clamp(min=tiny)).clamp(max=MAX_RATE).view(per_component)
+            a = torch.where(n > 0, s * n / (pi * N), 0).clamp(max=MAX_RATE)[:, None]  # [J, 1]
             cov = (1 - a) * cov + a * delta
             # π ← (1 − b) π + b n / B,   b = min(0.99, s B / N)
             b = (s * n.sum() / N).clamp(max=MAX_RATE)
@@ -97,89 +95,67 @@ class GMMCEL(nn.Module):
                 self.weights.copy_(pi.view_as(self.weights))
                 self.covs.copy_(cov.detach().view_as(self.covs))
             if self.rate_free:  # the value of Σ_j, with the gradient of n_j/(π_j B) Δ_j
-                w = (n / (pi * B).clamp(min=tiny)).view(per_component)
-                cov = cov.detach() + w * (delta - delta.detach())
+                cov = cov.detach() + torch.where(n > 0, n / (pi * B), 0)[:, None] * (delta - delta.detach())
             # L_C = Σ_j π_j ( −log π_j + ½ log |Σ_j + Σ_p| / |Σ_p| )           [E §1.4]
             entropy, logdet = self.terms(pi, cov)
-            self.note(entropy, logdet, cov, r, n)
+            variance = r.detach().square().sum(0) / n.sum().clamp(min=1)  # [D] about the means, in the batch
+            set_stats(self, entropy + logdet, "no refresh has seen its classes: call refresh(z_all, y_all)", {
+                "spread": variance.mean(),
+                "above_tau": (variance > VAR_THRESHOLD * self.sigma**2).to(n.dtype).mean(),
+                "skipped": 1 - n.sum() / B,
+                "entropy_term": entropy.detach(),
+                "logdet_term": logdet.detach(),
+            })  # fmt: skip
             return entropy + logdet
 
-    def moment(self, share, r):
-        """Σ_i share_ji r_i r_iᵀ, or its diagonal, of share [J, B] and r [B, D]."""
-        return share @ r.square() if self.covariance == "diag" else (share[:, :, None] * r).mT @ r
-
     def terms(self, pi, cov):
-        """The two sums of L_C, of pi [J] and cov [J, D] or [J, D, D]."""
+        """The two sums of L_C, of pi [J] and cov [J, D] or [J, D²]. |Σ + Σ_p| / |Σ_p| = |I + Σ/σ²|."""
         entropy = torch.special.entr(pi).sum().clamp(min=0)  # entr(0) = 0; a π may round to above 1
-        ratio = cov / self.sigma**2  # |Σ + Σ_p| / |Σ_p| = |I + Σ/σ²|
         if self.covariance == "diag":
-            return entropy, (pi * 0.5 * torch.log1p(ratio).sum(1)).sum()
-        return entropy, (pi * cholesky(ratio, 1.0).diagonal(dim1=1, dim2=2).log().sum(1)).sum()
+            return entropy, (pi * 0.5 * torch.log1p(cov / self.sigma**2).sum(1)).sum()
+        L = cholesky(cov.unflatten(1, (self.dim, self.dim)) / self.sigma**2, 1.0)  # [J, D, D]
+        return entropy, (pi * L.diagonal(dim1=1, dim2=2).log().sum(1)).sum()
 
-    @torch.no_grad()
     def bound(self):
         """L_C of the stored statistics, in nats."""
-        return sum(self.terms(self.weights.flatten(), self.covs.flatten(0, 1)))
-
-    @torch.no_grad()
-    def note(self, entropy, logdet, cov, r, n):
-        variance = cov if self.covariance == "diag" else cov.diagonal(dim1=1, dim2=2)  # [J, D]
-        above = (variance > VAR_THRESHOLD * self.sigma**2).to(n.dtype).mean(1)  # [J]
-        set_stats(self, entropy + logdet, "no refresh has seen its classes: call cel.refresh(z_all, y_all)", {
-            "spread": r.square().mean(1).sum() / n.sum().clamp(min=1),
-            "above_tau": (above * (n > 0)).sum() / (n > 0).sum().clamp(min=1),
-            "skipped": 1 - n.sum() / len(r),
-            "entropy_term": entropy.detach(),
-            "logdet_term": logdet.detach(),
-        })  # fmt: skip
+        return sum(self.terms(self.weights.flatten(), self.covs.flatten(0, 1).flatten(1)))
 
     @torch.no_grad()
     @torch.autocast("cpu", enabled=False)
     def refresh(self, z_all, y_all, num_samples=None, generator=None):
-        """K-means, then EM, of each class over the epoch's features, on the CPU (`generator` too).
-
-        num_samples: N, if z_all is a part of the training set. A class without a finite sample keeps μ, Σ, π;
-        the others share the rest of π. A class seen for the first time gets its share of the larger N."""
+        """K-means, then EM, of each class over the epoch's features z_all [N, D], y_all [N]."""
         z, ok = usable_rows(self, z_all, y_all)
-        mass, known = torch.zeros_like(self.weights), self.weights.sum(1) > 0  # [C, K] samples, [C]
-        for c in range(self.num_classes):
+        mass = self.weights * self.num_samples  # [C, K] samples of each component
+        for c in y_all[ok].unique():
             z_c = z[ok & (y_all == c)].cpu()  # [n, D]
-            if len(z_c) > 0:
-                init = self.means[c].cpu() if known[c] else None
-                _, assign = kmeans(z_c, self.components, init, generator)
-                mass[c], self.means[c], self.covs[c] = self.em(z_c.double(), assign)
-        present = mass.sum(1, keepdim=True) > 0  # [C, 1]
-        if present.any():
-            N = float(ok.sum() if num_samples is None else num_samples)
-            new = N * mass[~known].sum() / mass.sum()  # samples of classes seen for the first time
-            room = self.num_samples / (self.num_samples + new).clamp(min=1)
-            kept = room * torch.where(present, 0, self.weights)  # [C, K]
-            self.weights.copy_(torch.where(present, (1 - kept.sum()).clamp(min=0) * mass / mass.sum(), kept))
-            self.num_samples.fill_(N)
+            start = self.means[c].cpu() if self.weights[c].any() else None
+            _, assign = kmeans(z_c, self.components, start, generator)
+            mass[c], self.means[c], self.covs[c] = self.em(z_c.double(), assign)
+            mass[c] *= 1 if num_samples is None else num_samples / ok.sum()
+        if ok.any():
+            self.weights.copy_(mass / mass.sum())
+            self.num_samples.copy_(mass.sum().round())
 
     def em(self, x, assign):
         """EM of x [n, D], from the clusters assign [n] -> samples [K], μ [K, D], Σ [K, D] or [K, D, D]."""
         x, origin = x - x[0], x[0]  # [n, D]; equal samples are exactly 0 and have Σ = 0
-        x2 = x.square()  # [n, D]
         resp = nn.functional.one_hot(assign, self.components).to(x)  # [n, K]
-        used = resp.sum(0) > 0  # [K] not the surplus components of a small class
         for _ in range(ROUNDS):
             # mass_k = Σ_i r_ik,   μ_k = Σ_i r_ik x_i / mass_k,   Σ_k = Σ_i r_ik x_i x_iᵀ / mass_k − μ_k μ_kᵀ
-            mass = resp.sum(0)  # [K]
+            mass = resp.sum(0)  # [K] 0 for the surplus components of a small class
             share = resp.T / mass.clamp(min=torch.finfo(x.dtype).tiny)[:, None]  # [K, n]
             means = share @ x  # [K, D]
             # r_ik ∝ mass_k N(x_i; μ_k, Σ_k + REG·I)
             if self.covariance == "diag":
-                covs = (share @ x2 - means.square()).clamp(min=0)  # [K, D]
-                v = covs + REG
-                maha = x2 @ (1 / v).T - 2 * x @ (means / v).T + (means.square() / v).sum(1)  # [n, K]
-                log_p = -0.5 * (maha + v.log().sum(1))
+                covs = (share @ x.square() - means.square()).clamp(min=0)  # [K, D]
+                p = 1 / (covs + REG)
+                log_p = x @ (p * means).T - 0.5 * (x.square() @ p.T + (p * means.square() - p.log()).sum(1))
             else:
-                covs = self.moment(share, x) - means[:, :, None] * means[:, None]  # [K, D, D]
+                covs = (share[:, :, None] * x).mT @ x - means[:, :, None] * means[:, None]  # [K, D, D]
                 normal = torch.distributions.MultivariateNormal(means, scale_tril=cholesky(covs, REG))
                 log_p = normal.log_prob(x[:, None])  # [n, K]
             old, resp = resp, (mass.log() + log_p).softmax(1)
-            if not resp.sum(0)[used].min() >= MIN_MASS or (resp - old).abs().mean() < TOLERANCE:
+            if not resp.sum(0)[mass > 0].min() >= MIN_MASS or (resp - old).abs().mean() < TOLERANCE:
                 break
         return mass, means + origin, covs
 
@@ -189,59 +165,40 @@ class GMMCEL(nn.Module):
 
 def cholesky(cov, ridge):
     """Lower factor of cov [J, D, D] + ridge·I; more where rounding could make it indefinite."""
-    trace = cov.detach().diagonal(dim1=1, dim2=2).sum(1)  # [J]
-    ridge = (JITTER * torch.finfo(cov.dtype).eps * trace).clamp(min=ridge)
-    eye = torch.eye(cov.shape[-1], dtype=cov.dtype, device=cov.device)
-    return torch.linalg.cholesky_ex(cov + ridge[:, None, None] * eye).L
+    trace = cov.detach().diagonal(dim1=1, dim2=2).sum(1, keepdim=True)  # [J, 1]
+    ridge = (JITTER * torch.finfo(cov.dtype).eps * trace).clamp(min=ridge).expand(cov.shape[:2])
+    return torch.linalg.cholesky_ex(cov + torch.diag_embed(ridge)).L
 
 
 def kmeans(z, k, init=None, generator=None):
-    """Lloyd's K-means of z [n, D] -> centres [k, D], each the mean of its members, and every z's cluster [n].
-
-    Starts from init [k, D], or from the best of N_INIT draws of k-means++ (generator: a CPU generator). Equal
-    samples count as one point with a weight. So no cluster is empty, unless there are fewer than k different
-    samples: then the surplus stays empty, and its centres are copies of the largest cluster's."""
-    points, same, weight = torch.unique(z, dim=0, return_inverse=True, return_counts=True)  # [m, D], [n], [m]
-    weight, used, middle = weight.to(z.dtype), min(k, len(points)), points.mean(0)
-    x = points - middle  # [m, D] centred, so that little is lost where ||x − μ||² is expanded
-    if init is None:
-        few = torch.randperm(len(x), generator=generator)[: TRIAL_POINTS * used].to(z.device)
-        some, w = x[few], weight[few]
-        trials = [lloyd(some, w, plus_plus(some, w, used, generator)) for _ in range(N_INIT)]
-        start = min(trials, key=lambda trial: trial[0])[1]  # [used, D] of the least inertia
-    else:
-        start = init[:used] - middle
-    _, centres, assign = lloyd(x, weight, start)
-    assign = assign[same]  # [n]
-    largest = centres[assign.bincount().argmax()]
-    return torch.cat([centres, largest.expand(k - used, -1)]) + middle, assign
-
-
-def lloyd(x, weight, centres):
-    """x [m, D], weight [m], centres [k, D] -> inertia Σ weight ||x − μ||², centres, assign [m]."""
-    k, assign = len(centres), None
+    """Lloyd's K-means of z [n, D] -> centres [k, D], means of their members, and every z's cluster [n]."""
+    if init is None:  # the best of N_INIT starts, found on a part of the samples
+        part = z[torch.randperm(len(z), generator=generator)[: TRIAL_POINTS * k]]
+        fits = [kmeans(part, k, plus_plus(part, k, generator)) for _ in range(N_INIT)]
+        init, _ = min(fits, key=lambda fit: (part - fit[0][fit[1]]).square().sum())
+    middle = z.mean(0)
+    x, centres = z - middle, init - middle  # centred, so that little is lost where ||x − μ||² is expanded
+    norm = x.square().sum(1, keepdim=True)  # [n, 1]
     for _ in range(ROUNDS):
-        # k*(x) = argmin_k ||x − μ_k||² = argmin_k ||μ_k||² − 2 x·μ_k
-        old, assign = assign, torch.addmm(centres.square().sum(1), x, centres.T, alpha=-2).argmin(1)
-        while (count := torch.bincount(assign, minlength=k)).min() == 0:  # the empty one takes the farthest x
-            far = (x - centres[assign]).square().sum(1)  # [m]
-            assign[torch.where(count[assign] > 1, far, -1).argmax()] = count.argmin()
-        if old is not None and torch.equal(old, assign):
+        # k*(x) = argmin_k ||x − μ_k||². Of centres that are equal but for rounding, the first gets all
+        d2 = torch.addmm(norm + centres.square().sum(1), x, centres.T, alpha=-2)  # [n, k]
+        equal = torch.cdist(centres, centres).square() <= torch.finfo(x.dtype).eps * norm.mean()  # [k, k]
+        near, assign = d2.masked_fill(equal.triu(1).any(0), torch.inf).min(1)  # [n], [n]
+        # μ_k = mean of the members of k; without members, the x that is farthest from its centre
+        member = nn.functional.one_hot(assign, k).to(x.dtype)  # [n, k]
+        count = member.sum(0)[:, None]  # [k, 1]
+        old, centres = centres, torch.where(count > 0, member.T @ x / count.clamp(min=1), x[near.argmax()])
+        if torch.equal(old, centres):
             break
-        # μ_k = Σ weight x / Σ weight over the members of k
-        member = x.new_zeros(k, len(x)).scatter_(0, assign[None], weight[None])  # [k, m]
-        centres = (member / member.sum(1, keepdim=True)) @ x
-    return float(weight @ (x - centres[assign]).square().sum(1)), centres, assign
+    return centres + middle, assign
 
 
-def plus_plus(x, weight, k, generator):
-    """k-means++: the next centre is a sample, drawn ∝ weight · squared distance to the nearest so far."""
-    p, centres = weight, x[:0]
-    for u in torch.rand(k, generator=generator).to(x):
-        cdf = p.cumsum(0)  # [m]
-        i = torch.searchsorted(cdf, u * cdf[-1], right=True).clamp(max=len(x) - 1)
-        centres = torch.cat([centres, x[i][None]])
-        p = weight * torch.cdist(x, centres).amin(1).square()
+def plus_plus(z, k, generator):
+    """k-means++: k of the samples, each drawn ∝ its squared distance to the nearest one drawn before."""
+    p, centres = torch.ones(len(z)), z[:0]
+    for _ in range(k):
+        centres = torch.cat([centres, z[torch.multinomial(p, 1, generator=generator)]])
+        p = torch.cdist(z, centres).amin(1).square().clamp(min=1e-30).cpu()  # not all 0, if all are equal
     return centres
 
 

@@ -9,7 +9,8 @@ Items 1-7 of [C] and [D], for each class of the batch; t_m is LayerNorm(z_m) tim
   5. L_base = (1/β') log(1 + exp(β' (log(σ_s² + ε) − log(τ + ε) − m)))
   6. w_s ∝ (mass_s / M)^ρ,  Σ_s w_s = 1
   7. g_c = sigmoid(a (M/B − b));  L = Σ_c (M/B) g_c mean_d Σ_s w_s g_dim g_snr L_base
-B batch, C classes, G those in the batch, M samples of a class, N with padding, S slots, d_s their size.
+B batch, C classes, G those in the batch, H = 2 halves of each in "mixture", else 1, M samples of a class,
+N those of a half with padding, S slots, d_s their size.
 
 "mixture" (default): the slots are the components of Σ_s w_s N(μ_s, σ_s² + σ²), a density of the class.
   Cross-fitted: w, μ_s, σ_s² come from one half of the class's samples. The parameters raise the likelihood of
@@ -19,7 +20,8 @@ B batch, C classes, G those in the batch, M samples of a class, N with padding, 
   rare, which the two halves and the memory already answer.
 "documented": as printed. Spread of y, all gates, β and ρ learned, gradients to everything, L = 0 while the
   mean of g_snr exceeds `shutoff` (the documents: 0.5). It collapses: g_dim closes, the spread stays.
-  `off` names what to leave out: cross_attention, per_dim_gate, snr_gate, slot_mass, class_gate.
+  `off` names what to leave out: cross_attention, per_dim_gate, snr_gate (and with it the shutoff), slot_mass,
+  class_gate.
 "image", [E] objective 1: tokens are the h·w cells of what one image sends, z + n, with a learned position.
   Each cell asks the slots (2) and paints the patch under it: x̂. The parameters minimise ‖x̂ − x‖² + 1 −
   SSIM(x̂, x); z pays max(0, SSIM(x̂, x) − s). This is adversarial reconstruction with an attention decoder,
@@ -32,8 +34,8 @@ B batch, C classes, G those in the batch, M samples of a class, N with padding, 
 memory=m counts the last m samples of each class beside the batch's own. They have no gradient; the batch's is
 (M + m)/M times as large. Few samples of several modes need it: a half that lacks a mode measures too much.
 Differs from the documents in: the modes; E; ε = floor·σ² instead of a clip of σ_s². torch.compile breaks the
-graph in by_class, whose shapes follow the labels ("image": no break). Left out, with gradient 0: rows with
-NaN or Inf, and classes with fewer than two samples.
+graph in by_class, whose shapes follow the labels, and where "image" takes its two gradients. Left out, with
+gradient 0: rows with NaN or Inf, and classes with fewer than two samples.
 """
 
 import math
@@ -42,64 +44,56 @@ import warnings
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.func import functional_call
 
 MODES = ("mixture", "documented", "image")
 PARTS = ("cross_attention", "per_dim_gate", "snr_gate", "slot_mass", "class_gate")  # what `off` may name
-SLOT_DIM, ITERATIONS, HEADS = 64, 3, 4  # d_s, T
-GATE_START, GATE_HIDDEN = 0.1, 64  # α_attn and α_ffn at the start; hidden width of g_dim
-BETA, RHO = 12.0, 2.5  # β, ρ at the start
-KAPPA, TAU_SNR = 14.0, 0.25  # κ, τ_snr
-SOFTPLUS_BETA, MARGIN = 1.5, 0.05  # β', m
-CLASS_A, CLASS_B = 12.0, 0.04  # a, b
+SLOT_DIM, ITERATIONS, HEADS, GATE_START = 32, 3, 4, 0.1  # d_s, T, α_attn and α_ffn at the start
+BETA, RHO, KAPPA, TAU_SNR = 12.0, 2.5, 14.0, 0.25  # β and ρ at the start, κ, τ_snr
+SOFTPLUS_BETA, MARGIN, CLASS_A, CLASS_B = 1.5, 0.05, 12.0, 0.04  # β', m, a, b
 IMAGE_SLOT_DIM, IMAGE_ITERATIONS, SSIM_ALLOWED = 48, 2, 0.2  # d_s, T and s of "image"
-SSIM_WINDOW, SSIM_SIGMA, SSIM_C1, SSIM_C2 = 11, 1.5, 0.01**2, 0.03**2
-ATTENTION_EPS = 1e-8  # in a, before it is renormalised over samples
-COSINE_EPS = 1e-6  # added to squared norms: the token of a constant row is 0
-MASS_FLOOR = 1e-20
-ROUNDING = 1e-6  # relative error of σ_s² about the class mean in float32
+SSIM_REACH, SSIM_SIGMA, SSIM_C1, SSIM_C2 = 5, 1.5, 0.01**2, 0.03**2  # a window of 11 x 11 pixels
+ATTENTION_EPS, COSINE_EPS, MASS_FLOOR = 1e-8, 1e-3, 1e-20  # in a; least ‖t‖, as t of a constant row is 0
+ROUNDING = 1e-6  # relative error of a variance from float32 squares
 SPOKE, DELAYED, SHUT_OFF = 0, 1, 2  # stats["silent"]
 
 
 class SlotCrossCEL(nn.Module):
     """loss = cel(z, y, x), one set of parameters for all classes; items and modes at the top of the file."""
 
-    # fmt: off
     def __init__(self, num_classes, dim, sigma, mode="mixture", slots=8, memory=0, var_threshold=0.125,
-                 floor=1.0, tau=None, eps=None, delay=0, shutoff=None, off=(), shape=None, image_size=None):
-        # fmt: on
+                 floor=1.0, tau=None, eps=None, delay=0, shutoff=math.inf, off=(),
+                 shape=None, image_size=None):  # fmt: skip
         super().__init__()
-        self.num_classes, self.dim, self.sigma, self.mode = num_classes, dim, sigma, mode
+        self.num_classes, self.dim, self.sigma, self.mode, self.stats = num_classes, dim, sigma, mode, {}
         self.tau = var_threshold * sigma**2 if tau is None else tau
         self.eps = floor * sigma**2 if eps is None else eps
-        self.delay, self.shutoff, self.off = delay, shutoff, off
+        self.delay, self.shutoff, self.shape, self.image_size = delay, shutoff, shape, image_size
         if mode not in MODES or set(off) - set(PARTS):
             raise ValueError(f"mode {mode!r}, off {off!r}: use one of {MODES} and any of {PARTS}.")
-        if mode != "documented" and (off or shutoff is not None):
-            raise ValueError(f'off and shutoff change nothing in mode "{mode}": use them with "documented".')
+        if mode != "documented" and (off or shutoff < math.inf) or mode == "image" and memory:
+            raise ValueError('off, shutoff change nothing but "documented", memory changes nothing in image.')
         if {shape is None, image_size is None} != {mode != "image"}:
             raise ValueError('mode "image" needs shape=(c, h, w) of z and image_size; they are for it alone.')
-        if mode == "image" and memory:
-            raise ValueError('memory changes nothing in mode "image", which looks at one image at a time.')
         if min(num_classes, dim, slots, memory + 1, delay + 1) < 1 or not min(sigma, self.tau, self.eps) > 0:
             raise ValueError("num_classes, dim, slots must be >= 1, memory, delay >= 0, sigma, tau, eps > 0.")
-        size = IMAGE_SLOT_DIM if mode == "image" else SLOT_DIM
-        self.register_buffer("eval_noise", torch.randn(slots, size))  # equal starts would give equal slots
+        self.on = set(PARTS) - set(off) if mode == "documented" else {"cross_attention"}
+        size, rounds = (IMAGE_SLOT_DIM, IMAGE_ITERATIONS) if mode == "image" else (SLOT_DIM, ITERATIONS)
+        self.slot_attention = SlotAttention(size, slots, rounds)
+        self.cross_attention = GatedCrossAttention(size) if "cross_attention" in self.on else None
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))  # in training mode
-        self.stats = {}
         if mode == "image":
-            self.painter = Painter(dim, shape, image_size)
-            self.register_buffer("window", ssim_window(image_size))
+            (c, h, w), patch = shape, image_size // shape[1]
+            if c * h * w != dim or {patch * h, patch * w} != {image_size} or image_size <= 2 * SSIM_REACH:
+                raise ValueError(f"c·h·w must be dim {dim}, h = w divide image_size, SSIM needs 11 pixels.")
+            self.embed, self.head = nn.Linear(c, size), nn.Linear(size, 3 * patch**2)
+            self.position = nn.Parameter(torch.randn(h * w, size) / math.sqrt(size))
             return
         self.register_buffer("E", nn.init.orthogonal_(torch.empty(size, dim)))  # learned, it could shrink L
-        self.slot_attention = SlotAttention(size, ITERATIONS)
-        self.cross_attention = None if "cross_attention" in off else GatedCrossAttention(size)
         self.log_beta = nn.Parameter(torch.tensor(math.log(BETA)))
-        if mode == "documented" and "slot_mass" not in off:
-            self.log_rho = nn.Parameter(torch.tensor(math.log(RHO)))
-        if mode == "documented" and "per_dim_gate" not in off:
-            norm, first = nn.LayerNorm(size, elementwise_affine=False), nn.Linear(size, GATE_HIDDEN)
-            self.dim_gate = nn.Sequential(norm, first, nn.ReLU(), nn.Linear(GATE_HIDDEN, size), nn.Sigmoid())
+        self.log_rho = nn.Parameter(torch.tensor(math.log(RHO))) if "slot_mass" in self.on else None
+        if "per_dim_gate" in self.on:
+            norm, first = nn.LayerNorm(size, elementwise_affine=False), nn.Linear(size, 2 * size)
+            self.dim_gate = nn.Sequential(norm, first, nn.ReLU(), nn.Linear(2 * size, size), nn.Sigmoid())
             nn.init.zeros_(self.dim_gate[3].weight), nn.init.zeros_(self.dim_gate[3].bias)  # starts at 1/2
         self.register_buffer("memory", torch.zeros(num_classes, memory, dim))  # the last m samples, a ring
         self.register_buffer("stored", torch.zeros(num_classes, dtype=torch.int64))  # how many it ever got
@@ -109,307 +103,204 @@ class SlotCrossCEL(nn.Module):
         with torch.autocast(z.device.type, enabled=False):
             if self.mode == "image":
                 return self.on_image(z, ok, x)
-            mixture, batch = self.mode == "mixture", (z, y, ok)
-            parts = 2 if mixture else 1  # a row is half a class, R = 2G, or a class, R = G
-            z, mask, beta = self.by_class(*batch, parts)  # [R, N, D], [R, N], M/B [R]
+            mixture, on, batch = self.mode == "mixture", self.on, (z, y, ok)
+            z, old, mask, beta = self.by_class(*batch)  # [G, H, n, D], [G, H, m, D], [G, H, N], M/B [G, H]
             # t_m = E LayerNorm(z_m)
-            t = F.layer_norm(z.detach() if mixture else z, (self.dim,)) @ self.E.T  # [R, N, d_s]
-
+            x = torch.cat([z.detach() if mixture else z, old], 2)  # [G, H, N, D]
+            t = F.layer_norm(x, (self.dim,)) @ self.E.T  # [G, H, N, d_s]
             # 1. slots = μ + exp(log σ) ⊙ N(0, I), then T rounds of attention
-            slots = self.slot_attention(t, mask, self.noise(len(t)))  # [R, S, d_s]
+            slots = self.slot_attention(t, mask)  # [G, H, S, d_s]
             # 2. y = t + tanh(α_attn) CrossAttn(t, slots);  y = y + tanh(α_ffn) FFN(LN(y))
-            out = t if self.cross_attention is None else self.cross_attention(t, slots)  # [R, N, d_s]
-            # 3. r_ms = softmax_s(β cos(x_m, s_s)): x_m = t_m as printed; y_m where y is not what is measured
-            cosine = unit(out if mixture else t) @ unit(slots).mT
-            r = (self.log_beta.exp() * cosine).softmax(2)  # [R, N, S]
-            #    mass_s = Σ_m r_ms;  μ_s = Σ_m r_ms z_m / mass_s;  σ_s² = Σ_m r_ms (z_m − μ_s)² / mass_s
-            x, centre = centred(z if mixture else out, mask, parts)  # [R, N, D'], D' = D or d_s
-            share, mass_M = weights(r, mask)  # r_ms / mass_s [R, N, S], mass_s / M [R, S]
-            mean, var = slot_moments(share, x.detach() if mixture else x)  # [R, S, D']
+            y = self.cross_attention(t, slots) if "cross_attention" in on else t  # [G, H, N, d_s]
+            # 3. r_ms = softmax_s(β cos(t_m, s_s)) as printed; of y_m in "mixture", which measures z instead
+            unit = lambda a: F.normalize(a, dim=3, eps=COSINE_EPS)
+            r = (self.log_beta.exp() * unit(slots) @ unit(y if mixture else t).mT).softmax(2)  # [G, H, S, N]
+            #    mass_s = Σ_m r_ms;  μ_s = Σ_m r_ms y_m / mass_s;  σ_s² = Σ_m r_ms (y_m − μ_s)² / mass_s
+            share, mass_M = weights(r, mask)  # r_ms / mass_s [G, H, S, N], mass_s / M [G, H, S]
             if mixture:
-                var, mass_M, nll = self.on_other_half(x, mask, share, mass_M, mean, var)
-
+                var, mass_M, nll = self.cross_fit(z, x, mask, share, mass_M)  # var [G, H, S, D], nll [G, H]
+            else:
+                mean = share @ y  # [G, H, S, d_s]
+                var = (share @ y.square() - mean.square()).relu()
             # 4. g_dim = sigmoid(MLP(LN(log σ_s²)))
-            log_var, gates, g = torch.log(var + self.eps), {}, 1.0  # [R, S, D']
-            if hasattr(self, "dim_gate"):
-                g = gates["dim_gate"] = self.dim_gate(log_var)  # [R, S, D']
+            log_var, one = torch.log(var + self.eps), torch.ones_like(beta)[:, :, None, None]
+            g_dim = self.dim_gate(log_var) if "per_dim_gate" in on else one  # [G, H, S, d_s]
             #    g_snr = sigmoid(κ (σ_s² / (μ_s² + ε) − τ_snr))
-            if not mixture:
-                snr = var / ((mean + centre).square() + self.eps)
-                gates["snr_gate"] = torch.sigmoid(KAPPA * (snr - TAU_SNR))  # [R, S, D']
-                g = g if "snr_gate" in self.off else g * gates["snr_gate"]
+            g_snr = torch.sigmoid(KAPPA * (var / (mean**2 + self.eps) - TAU_SNR)) if "snr_gate" in on else one
             # 5. L_base = (1/β') log(1 + exp(β' (log(σ_s² + ε) − log(τ + ε) − m)))
-            excess = log_var - math.log(self.tau + self.eps) - MARGIN
-            L_base = F.softplus(excess, beta=SOFTPLUS_BETA)  # [R, S, D']
-            # 6. w_s ∝ (mass_s / M)^ρ;  ρ = 1 where it is not learned
-            w = mass_M.clamp(min=MASS_FLOOR)  # at 0 the slope of w^ρ is infinite for ρ < 1
-            w = w ** self.log_rho.exp() if hasattr(self, "log_rho") else w
-            w = w / w.sum(1, keepdim=True)  # [R, S]
+            L_base = F.softplus(log_var - (math.log(self.tau + self.eps) + MARGIN), beta=SOFTPLUS_BETA)
+            # 6. w_s ∝ (mass_s / M)^ρ,  Σ_s w_s = 1
+            w = mass_M ** (self.log_rho.exp() if "slot_mass" in on else 1)
+            w = w / w.sum(2, keepdim=True)  # [G, H, S]
             # 7. g_c = sigmoid(a (M/B − b))
-            g_c = torch.ones_like(beta)
-            if not mixture and "class_gate" not in self.off:
-                g_c = gates["class_gate"] = torch.sigmoid(CLASS_A * (beta - CLASS_B))  # [R]
+            g_c = torch.sigmoid(CLASS_A * (beta[..., None, None] - CLASS_B)) if "class_gate" in on else one
             #    L = Σ_c (M/B) g_c mean_d Σ_s w_s g_dim g_snr L_base
-            loss = (beta * g_c * (w * (g * L_base).mean(2)).sum(1)).sum()
+            loss = (beta * (w * (g_c * g_dim * g_snr * L_base).mean(3)).sum(2)).sum()
 
-            silent = self.silence(gates.get("snr_gate"))
-            loss = loss * (silent == SPOKE)
-            self.note(loss, silent, beta, w, mass_M, var, gates, nll if mixture else None)
-            if mixture:
-                nll = (beta * nll).sum()
-                loss = loss + (nll - nll.detach())  # the value stays L; nll has the parameters' gradient
-            if self.training:
+            gates = {"per_dim_gate": g_dim, "snr_gate": g_snr, "class_gate": g_c}
+            figures = {name: gate.mean((2, 3)) for name, gate in gates.items() if name in on}
+            figures |= {"slots_used": 1 / mass_M.square().sum(2), "spread": (w * var.mean(3)).sum(2)}
+            figures["above_tau"] = (w * (var > self.tau).to(w.dtype).mean(3)).sum(2)
+            loss = self.speak(loss, beta, figures | ({"nll": nll} if mixture else {}))
+            fit = (beta * nll).sum() if mixture else torch.zeros_like(loss)
+            loss = loss + (fit - fit.detach())  # the value stays L; the parameters get the gradient of fit
+            if self.training and self.memory.numel():
                 self.remember(*batch)
             return loss
 
-    def on_other_half(self, z, mask, share, w, mean, var):
-        """σ_s² of each half about the other half's μ_s, mass_s / M, and −log likelihood a dimension [R]."""
-        n = 1 / share.detach().square().sum(1).clamp(min=MASS_FLOOR)  # effective samples behind μ_s  [R, S]
-        w, mean, var, n = (by_row(a, 2).flip(1).flatten(0, 1) for a in (w, mean, var, n))
-        size = (var + mean.square()).mean(1, keepdim=True).detach()  # so that V stays above its rounding
-        sample, V = z.detach(), var + self.sigma**2 + ROUNDING * size  # [R, N, D], [R, S, D]
-        # mean over n of log N(z + n; μ_s, V) = −½ Σ_d (log 2πV + ((z − μ_s)² + σ²) / V), multiplied out
-        square = sample.square() @ (1 / V).mT - sample @ (2 * mean / V).mT  # [R, N, S]
-        rest = (torch.log(2 * math.pi * V) + (mean.square() + self.sigma**2) / V).sum(2)  # [R, S]
-        log_joint = torch.log(w.clamp(min=MASS_FLOOR))[:, None] - 0.5 * (square + rest[:, None])  # [R, N, S]
-        log_q = log_joint.logsumexp(2).where(mask, 0).sum(1) / mask.sum(1)  # [R]
+    def cross_fit(self, z, x, mask, share, w):
+        """Each half under the other's density: σ_s² about its μ_s, mass_s / M, −log likelihood [G, H]."""
+        n, origin = z.shape[2], z[:, :1, :1].detach()  # about a sample of the class, squares round less
+        z, x = z - origin, x - origin  # z, with a gradient, is the first n of x
+        square = x.square()
+        mean, V = share @ x, share @ square  # [G, H, S, D]; then V = σ_s² + σ², above its own rounding
+        V = (V - mean.square()).relu() + (self.sigma**2 + ROUNDING * V.detach().mean(2, keepdim=True))
+        # 1/n, n the effective samples behind μ_s, is Σ_m share²
+        w, mean, P, one_nth = (a.flip(1) for a in (w, mean, 1 / V, share.detach().square().sum(3)))
+        # log w_s N(z + n; μ_s, V), mean over n: log w_s − ½ Σ_d (log V + ((z − μ_s)² + σ²) / V) − ½ D log 2π
+        mean_P = mean * P
+        rest = (mean * mean_P - P.log()).sum(3) + self.sigma**2 * P.sum(3) - 2 * w.log()  # [G, H, S]
+        log_joint = -0.5 * (P @ square.mT - 2 * (mean_P @ x.mT) + rest[..., None])  # [G, H, S, N]
+        log_q = log_joint.logsumexp(2).where(mask, 0).sum(2) / mask.sum(2)  # [G, H]
         # p(s | z_m) = w_s N(z_m; μ_s, V) / Σ_s w_s N: the density's own r, a constant for z
-        share, w = weights(log_joint.detach().softmax(2), mask)
-        # E (z − μ_s)² = σ_s² (1 + 1/n), since μ_s is a mean of n other samples
-        _, var = slot_moments(share, z, mean.detach())
-        return var / (1 + 1 / n)[..., None], w, -log_q / self.dim
+        (share, w), mean = weights(log_joint.detach().softmax(2), mask), mean.detach()
+        # Σ_m p (z_m − μ_s)² = Σ_m p z_m² − (2 Σ_m p z_m − μ_s) μ_s; its mean is σ_s² (1 + 1/n)
+        total = lambda z, x: share[..., :n] @ z + share[..., n:] @ x[:, :, n:]
+        var = (total(z.square(), square) - (2 * total(z, x) - mean) * mean).relu()
+        return var / (1 + one_nth)[..., None], w, 0.5 * math.log(2 * math.pi) - log_q / self.dim
 
     def on_image(self, z, ok, x):
-        if x is None or not x.is_floating_point() or x.shape != (len(z), 3, *2 * (self.window.shape[1],)):
+        if x is None or not x.is_floating_point() or x.shape != (len(z), 3, *2 * [self.image_size]):
             raise ValueError(f'mode "image" needs x, floats [{len(z)}, 3, image_size, image_size] in [0, 1].')
-        x = x.to(z.dtype)
         ok = ok & x.flatten(1).isfinite().all(1)
-        x = torch.where(ok[:, None, None, None], x, 0)
-        # z' = z + n, what leaves the device
-        sent = (z + self.sigma * torch.randn_like(z)).view(-1, *self.painter.shape)  # [B, c, h, w]
-        noise = self.noise(len(z))
-        # the encoder pays max(0, SSIM(x̂, x) − s), through parameters that stand still
-        still = {name: p.detach() for name, p in self.painter.named_parameters()}
-        guess = functional_call(self.painter, still, (sent, noise))  # x̂ [B, 3, H, W]
-        likeness = ssim(guess, x, self.window)  # [B]
-        silent = self.silence()
-        loss = (F.relu(likeness - SSIM_ALLOWED) * ok).sum() / len(z) * (silent == SPOKE)
-
-        share = ok.to(z.dtype) / ok.sum().clamp(min=1)
-        error = (guess.detach() - x).square().mean((1, 2, 3))  # [B]
-        set_stats(self, loss, "every row had NaN or Inf, or the delay is not over", {
-            "spread": (share * error).sum(), "ssim": (share * likeness.detach()).sum(),
-            "above_tau": (share * (likeness.detach() > SSIM_ALLOWED)).sum(),
-            "skipped": torch.where(silent == SPOKE, 1 - ok.sum() / len(z), 1.0), "silent": silent,
-        })  # fmt: skip
-        if torch.is_grad_enabled():
-            # the parameters minimise ‖x̂ − x‖² + 1 − SSIM(x̂, x), for a z that stands still
-            guess = self.painter(sent.detach(), noise)
-            own = (guess - x).square().mean((1, 2, 3)) + 1 - ssim(guess, x, self.window)
-            own = (own * ok).sum() / len(z)
-            loss = loss + (own - own.detach())
+        x = torch.where(ok[:, None, None, None], x, 0).to(z.dtype)
+        leaves = [z.requires_grad_(), *(p for p in self.parameters() if p.requires_grad)]
+        # z' = z + n, what leaves the device; a token for each of its cells
+        sent = (z + self.sigma * torch.randn_like(z)).view(-1, *self.shape).flatten(2)  # [B, c, h·w]
+        t = self.embed(sent.mT) + self.position  # [B, h·w, d_s]
+        # 1. and 2. as above; then each y paints the patch under its cell
+        y = self.cross_attention(t, self.slot_attention(t, torch.ones_like(t[..., 0])))  # [B, h·w, d_s]
+        patches = torch.sigmoid(self.head(y)).mT.unflatten(2, self.shape[1:])  # [B, 3·p·p, h, w]
+        guess = F.pixel_shuffle(patches, self.image_size // self.shape[1])  # x̂ [B, 3, H, W]
+        error, likeness = (guess - x).square().mean((1, 2, 3)), ssim(guess, x)  # [B]
+        above, share = likeness > SSIM_ALLOWED, ok.to(z.dtype) / len(z)
+        # z pays max(0, SSIM(x̂, x) − s);  the parameters minimise ‖x̂ − x‖² + 1 − SSIM(x̂, x)
+        loss = (share * F.relu(likeness - SSIM_ALLOWED)).sum()
+        loss = self.speak(loss, share, {"spread": error, "ssim": likeness, "above_tau": above})
+        own = (share * (error + 1 - likeness)).sum()
+        if torch.is_grad_enabled():  # two gradients of one x̂, each for its own side alone
+            g_z = torch.autograd.grad(loss, z, retain_graph=True)
+            g_own = torch.autograd.grad(own, leaves)[1:]
+            loss = loss.detach() + sum(((a - a.detach()) * g).sum() for a, g in zip(leaves, g_z + g_own))
         return loss
 
-    def noise(self, rows):
-        start = self.eval_noise.expand(rows, -1, -1)  # [rows, S, d_s]
-        return torch.randn_like(start) if self.training else start
-
-    @torch.no_grad()
-    def silence(self, snr_gate=None):
-        """Which rule makes this call zero, as a tensor: no wait for the device."""
-        silent = torch.full_like(self.calls, SPOKE)
-        if self.shutoff is not None and snr_gate.numel():
-            silent = torch.where(snr_gate.mean() > self.shutoff, SHUT_OFF, silent)
-        if self.training:
-            silent = torch.where(self.calls < self.delay, DELAYED, silent)
-            self.calls += 1
-        return silent
-
-    def by_class(self, z, y, ok, parts):
-        """Classes of the batch with two samples or more, memory last: z [R, N, D], mask [R, N], M/B [R].
-
-        parts=2 puts sample 0, 2, ... of a class in one row and 1, 3, ... in the next, and splits M/B alike.
-        """
-        C, m, _ = self.memory.shape
-        M, turn = count(y, ok, C)  # [C], [B]
-        total = M + self.stored.clamp(max=m)
-        present = (M > 0) & (total > 1)
-        row = parts * (present.cumsum(0) - 1)  # [C]
-        n = (total[present][:, None] + torch.arange(parts, 0, -1, device=z.device) - 1) // parts  # [G, parts]
-        place = torch.arange(max(n.flatten().tolist(), default=1), device=z.device)
-        mask = place < n.flatten()[:, None]  # [R, N]
-        padded = z.new_zeros(*mask.shape, self.dim)
-        if m:
-            c, j = (present[:, None] & (torch.arange(m, device=z.device) < self.stored[:, None])).nonzero().T
-            at = M[c] + j  # the how many-th of the class, after the batch's
-            padded[row[c] + at % parts, at // parts] = self.memory[c, j]
-            more = (total.to(z.dtype) / M.clamp(min=1))[y, None]
-            z = z.detach() + more * (z - z.detach())  # the value is z, its gradient (M + m)/M times as large
-        keep = ok & present[y]
-        padded = padded.index_put(((row[y] + turn % parts)[keep], (turn // parts)[keep]), z[keep])
-        beta = (M.to(z.dtype) / total)[present][:, None] * n / len(y)  # M/B, split by the samples of the row
-        return padded, mask, beta.flatten()
+    def by_class(self, z, y, ok):
+        """Classes of two samples or more, dealt to H halves in "mixture" (else H = 1); memory apart."""
+        m, H = self.memory.shape[1], 2 if self.mode == "mixture" else 1
+        M, kept = torch.zeros_like(self.stored).index_add(0, y, ok.long()), self.stored.clamp(max=m)  # [C]
+        c = ((M > 0) & (M + kept > 1)).nonzero()[:, :, None]  # [G, 1, 1]
+        first, M, kept = (M.cumsum(0) - M)[c], M[c], kept[c]
+        # [h, i] is the how many-th sample of its class, in turns; the memory begins with the other half
+        deal = lambda n: torch.arange(-(-n // H) * H, device=z.device).view(-1, H).T  # [H, n / H]
+        i, j = deal(max(M.flatten().tolist(), default=1)), deal(m).flip(0)
+        order = y.masked_fill(~ok, self.num_classes).argsort(stable=True)  # class by class
+        z, old = z[order[first + i.clamp(max=M - 1)]], self.memory[c, j.clamp(max=kept - 1)]
+        mask, more = torch.cat([i < M, j < kept], 2), (M + kept).to(z.dtype) / M
+        z = z.detach() + more[..., None] * (z - z.detach())  # the value is z, its gradient (M + m)/M times
+        return z, old, mask, mask.sum(2) / more[..., 0] / len(y)  # M/B, split by the samples of the half
 
     @torch.no_grad()
     def remember(self, z, y, ok):
-        C, m, _ = self.memory.shape
-        if m == 0:
-            return
-        M, turn = count(y, ok, C)
-        last = ok & (turn >= (M - m)[y])  # [B] of more than m samples only the last m stay
-        self.memory[y[last], (self.stored[y] + turn)[last] % m] = z.detach()[last]
-        self.stored += M
+        same = (y[:, None] == y) & ok  # [B, B]
+        turn, m = same.tril(-1).sum(1), self.memory.shape[1]  # how many of its class come before it
+        last = ok & (same.sum(1) - turn <= m)  # of more than m samples only the last m stay
+        self.memory[y[last], (self.stored[y] + turn)[last] % m] = z[last]
+        self.stored.index_add_(0, y, ok.long())
 
-    @torch.no_grad()
-    def note(self, loss, silent, beta, w, mass_M, var, gates, nll):
-        share = beta / beta.sum().clamp(min=MASS_FLOOR)  # [R]
-        figures = {
-            "spread": (share * (w * var.mean(2)).sum(1)).sum(),
-            "above_tau": (share * (w * (var > self.tau).to(w.dtype).mean(2)).sum(1)).sum(),
-            "skipped": torch.where(silent == SPOKE, 1 - beta.sum(), 1.0),
-            "slots_used": (share / mass_M.square().sum(1).clamp(min=MASS_FLOOR)).sum(),
-            "silent": silent,
-            **{name: gate.sum() / max(gate.numel(), 1) for name, gate in gates.items()},
-        }
-        if nll is not None:
-            figures["nll"] = (share * nll).sum()  # of held-out samples, nats a dimension
-        why = "every class had fewer than two samples (larger batches, memory=32), or see delay and shutoff"
-        set_stats(self, loss, why, figures)
+    def speak(self, loss, share, figures):
+        """The loss, or 0 in the first `delay` calls and while g_snr exceeds `shutoff`; and cel.stats."""
+        share, counted = share / share.sum().clamp(min=MASS_FLOOR), share.sum()
+        figures = {name: (share * figure.detach()).sum() for name, figure in figures.items()}
+        shut = figures.get("snr_gate", 0 * counted) > self.shutoff
+        silent = torch.where(self.calls < self.delay * self.training, DELAYED, shut * SHUT_OFF)
+        self.calls += self.training
+        loss, counted = loss * (silent == SPOKE), counted * (silent == SPOKE)
+        why = "no class had two samples (use larger batches, or memory=32), or see delay and shutoff"
+        set_stats(self, loss, why, figures | {"skipped": (1 - counted).clamp(min=0), "silent": silent})
+        return loss
 
     def _apply(self, fn, recurse=True):
         return super()._apply(never_half(fn), recurse)
 
 
 class SlotAttention(nn.Module):
-    """Item 1: tokens [R, N, d_s], mask [R, N], noise [R, S, d_s] -> slots [R, S, d_s]."""
+    """Item 1: tokens [..., N, d_s], mask [..., N] -> slots [..., S, d_s]."""
 
-    def __init__(self, size, iterations):
+    def __init__(self, size, slots, iterations):
         super().__init__()
         self.iterations = iterations
-        self.mu = nn.Parameter(torch.randn(size) / math.sqrt(size))
-        self.log_sigma = nn.Parameter(torch.zeros(size))
+        self.register_buffer("eval_noise", torch.randn(slots, size))  # equal starts would give equal slots
+        self.mu, self.log_sigma = nn.Parameter(torch.randn(size) / size**0.5), nn.Parameter(torch.zeros(size))
         self.W_k, self.W_v, self.W_q = (nn.Linear(size, size, bias=False) for _ in range(3))
         self.norm_tokens, self.norm_slots, self.norm_mlp = (nn.LayerNorm(size) for _ in range(3))
         self.gru = nn.GRUCell(size, size)
         self.mlp = nn.Sequential(nn.Linear(size, 2 * size), nn.ReLU(), nn.Linear(2 * size, size))
 
-    def forward(self, tokens, mask, noise):
+    def forward(self, tokens, mask):
         tokens = self.norm_tokens(tokens)
-        k, v = self.W_k(tokens), self.W_v(tokens)  # [R, N, d_s]
+        k, v = self.W_k(tokens), self.W_v(tokens)  # [..., N, d_s]
         # slots = μ + exp(log σ) ⊙ N(0, I)
-        slots = self.mu + self.log_sigma.exp() * noise  # [R, S, d_s]
+        noise = self.eval_noise.expand(*mask.shape[:-1], -1, -1)
+        noise = torch.randn_like(noise) if self.training else noise
+        slots = self.mu + self.log_sigma.exp() * noise  # [..., S, d_s]
         for _ in range(self.iterations):
             q = self.W_q(self.norm_slots(slots))
             # a = softmax over slots of k·q d_s^(−1/2) d_s^(−1/4)
-            a = (q @ k.mT * slots.shape[2] ** -0.75).softmax(1)  # [R, S, N]
+            a = (q @ k.mT * slots.shape[-1] ** -0.75).softmax(-2)  # [..., S, N]
             # a = (a + ε_a) / Σ_m (a + ε_a)
-            a = (a + ATTENTION_EPS) * mask[:, None]
-            a = a / a.sum(2, keepdim=True)
+            a = (a + ATTENTION_EPS) * mask[..., None, :]
+            a = a / a.sum(-1, keepdim=True)
             # slots = GRU(aᵀ v, slots);  slots = slots + MLP(LN(slots))
-            slots = self.gru((a @ v).flatten(0, 1), slots.flatten(0, 1)).view_as(slots)
+            slots = self.gru((a @ v).flatten(0, -2), slots.flatten(0, -2)).view_as(slots)
             slots = slots + self.mlp(self.norm_mlp(slots))
         return slots
 
 
 class GatedCrossAttention(nn.Module):
-    """Item 2, without dropout: q [R, N, d_s], slots [R, S, d_s] -> y [R, N, d_s]."""
+    """Item 2, without dropout: q [..., N, d_s], slots [..., S, d_s] -> y [..., N, d_s]."""
 
     def __init__(self, size):
         super().__init__()
         self.norm_q, self.norm_ffn = nn.LayerNorm(size), nn.LayerNorm(size)
         self.W_q, self.W_k, self.W_v, self.W_o = (nn.Linear(size, size, bias=False) for _ in range(4))
         self.ffn = nn.Sequential(nn.Linear(size, 2 * size), nn.GELU(), nn.Linear(2 * size, size))
-        self.alpha_attn = nn.Parameter(torch.tensor(GATE_START))
-        self.alpha_ffn = nn.Parameter(torch.tensor(GATE_START))
+        self.alpha_attn, self.alpha_ffn = (nn.Parameter(torch.tensor(GATE_START)) for _ in range(2))
 
     def forward(self, q, slots):
-        split = lambda a: a.unflatten(2, (HEADS, -1)).transpose(1, 2)  # [R, heads, ·, d_s/heads]
+        split = lambda a: a.unflatten(-1, (HEADS, -1)).transpose(-2, -3)  # [..., heads, ·, d_s/heads]
         asked, key, value = split(self.W_q(self.norm_q(q))), split(self.W_k(slots)), split(self.W_v(slots))
-        a = (asked @ key.mT * asked.shape[3] ** -0.5).softmax(3)  # [R, heads, N, S]
-        attended = (a @ value).transpose(1, 2).flatten(2)  # [R, N, d_s]
+        a = (key @ asked.mT * key.shape[-1] ** -0.5).softmax(-2)  # [..., heads, S, N]
+        attended = (a.mT @ value).transpose(-2, -3).flatten(-2)  # [..., N, d_s]
         # y = q + tanh(α_attn) CrossAttn(q, slots);  y = y + tanh(α_ffn) FFN(LN(y))
         y = q + torch.tanh(self.alpha_attn) * self.W_o(attended)
         return y + torch.tanh(self.alpha_ffn) * self.ffn(self.norm_ffn(y))
 
 
-class Painter(nn.Module):
-    """ "image": what was sent [B, c, h, w], noise [B, S, d_s] -> x̂ [B, 3, H, W]."""
-
-    def __init__(self, dim, shape, image_size):
-        super().__init__()
-        (c, h, w), self.shape, self.patch = shape, tuple(shape), image_size // shape[1]
-        if c * h * w != dim or (self.patch * h, self.patch * w) != (image_size, image_size):
-            raise ValueError(
-                f"shape {shape}: c·h·w must be dim {dim}, and h = w divide image_size {image_size}."
-            )
-        self.embed = nn.Linear(c, IMAGE_SLOT_DIM)
-        self.position = nn.Parameter(torch.randn(h * w, IMAGE_SLOT_DIM) / math.sqrt(IMAGE_SLOT_DIM))
-        self.slot_attention = SlotAttention(IMAGE_SLOT_DIM, IMAGE_ITERATIONS)
-        self.cross_attention = GatedCrossAttention(IMAGE_SLOT_DIM)
-        self.head = nn.Linear(IMAGE_SLOT_DIM, 3 * self.patch**2)
-
-    def forward(self, sent, noise):
-        t = self.embed(sent.flatten(2).transpose(1, 2)) + self.position  # [B, h·w, d_s]
-        slots = self.slot_attention(t, torch.ones_like(t[..., 0]), noise)  # [B, S, d_s]
-        y = self.cross_attention(t, slots)  # [B, h·w, d_s]
-        patches = torch.sigmoid(self.head(y)).transpose(1, 2).unflatten(2, sent.shape[2:])  # [B, 3·p·p, h, w]
-        return F.pixel_shuffle(patches, self.patch)
-
-
-def unit(x):
-    return x * (x.square().sum(2, keepdim=True) + COSINE_EPS).rsqrt()
-
-
-def count(y, ok, num_classes):
-    """Samples of each class [C], and the how many-th of its class a row is, from 0 [B]."""
-    one_hot = F.one_hot(y, num_classes) * ok[:, None]  # [B, C]
-    return one_hot.sum(0), one_hot.cumsum(0).gather(1, y[:, None])[:, 0] - 1
-
-
-def by_row(a, parts):
-    return a.unflatten(0, (len(a) // parts, parts))  # [G, parts, ...]
-
-
-def centred(x, mask, parts):
-    """x [R, N, D'] minus the mean of its class, so that squares round less, and that mean [R, 1, D']."""
-    sums = ((x * mask[..., None]).sum(1), mask.sum(1, keepdim=True))
-    total, n = (by_row(a, parts).sum(1).repeat_interleave(parts, 0) for a in sums)
-    centre = (total / n)[:, None].detach()
-    return x - centre, centre
-
-
 def weights(r, mask):
-    """r_ms / mass_s [R, N, S] and mass_s / M [R, S], over the samples of the mask [R, N]."""
-    r = r * mask[..., None]
-    mass = r.sum(1)
-    return r / mass.clamp(min=MASS_FLOOR)[:, None], mass / mask.sum(1, keepdim=True)
+    """r_ms / mass_s [G, H, S, N] and mass_s / M [G, H, S], over the samples of the mask [G, H, N]."""
+    r = r * mask[:, :, None]
+    mass = r.sum(3, keepdim=True).clamp(min=MASS_FLOOR)
+    return r / mass, mass[..., 0] / mask.sum(2, keepdim=True)
 
 
-def slot_moments(share, x, mean=None):
-    """μ_s = Σ_m share_ms x_m unless given, and Σ_m share_ms (x_m − μ_s)²: both [R, S, D']."""
-    own = share.mT @ x
-    mean = own if mean is None else mean
-    # Σ share (x − μ)² = Σ share x² − (2 Σ share x − μ) μ, without a tensor [R, N, S, D']
-    return mean, (share.mT @ x.square() - (2 * own - mean) * mean).clamp(min=0)
-
-
-def ssim_window(size):
-    """The Gaussian window at each place where all of it is inside the image: [size − 10, size]."""
-    if size < SSIM_WINDOW:
-        raise ValueError(f"image_size {size}: SSIM needs {SSIM_WINDOW} pixels or more.")
-    away = torch.arange(size) - torch.arange(size - SSIM_WINDOW + 1)[:, None] - SSIM_WINDOW // 2
-    g = torch.exp(-away.square() / (2 * SSIM_SIGMA**2)) * (away.abs() <= SSIM_WINDOW // 2)
-    return g / g.sum(1, keepdim=True)
-
-
-def ssim(a, b, window):
-    """Structural similarity of images in [0, 1], one figure for each: [B]."""
-    blur = lambda image: (image @ window.T).mT @ window.T  # turned by 90°, which the mean does not see
-    mean_a, mean_b = blur(a), blur(b)
-    var_a, var_b = blur(a * a) - mean_a.square(), blur(b * b) - mean_b.square()
-    cov = blur(a * b) - mean_a * mean_b
-    top = (2 * mean_a * mean_b + SSIM_C1) * (2 * cov + SSIM_C2)
-    return (top / ((mean_a.square() + mean_b.square() + SSIM_C1) * (var_a + var_b + SSIM_C2))).mean((1, 2, 3))
+def ssim(a, b):
+    """Structural similarity of square images in [0, 1], one figure for each: [B]."""
+    g = torch.exp(-torch.arange(-SSIM_REACH, SSIM_REACH + 1).square() / (2 * SSIM_SIGMA**2))
+    window = (torch.eye(a.shape[-1]).unfold(0, len(g), 1) @ (g / g.sum())).to(a)  # g at each place inside
+    mean_a, mean_b, square, product = window @ torch.stack([a, b, a * a + b * b, a * b]) @ window.T
+    means, both = mean_a * mean_b, mean_a.square() + mean_b.square()
+    top = (2 * means + SSIM_C1) * (2 * (product - means) + SSIM_C2)
+    return (top / ((both + SSIM_C1) * (square - both + SSIM_C2))).mean((1, 2, 3))
 
 
 # ----- what every surrogate needs. These lines end every *_cel.py; skip them at first reading.

@@ -103,12 +103,17 @@ class Run:
             return [(cel(z, y, x), cel) for cel in cels]
 
     def train_epoch(self, tick):
-        """-> the epoch's row of the log"""
+        """One pass over the training images -> the epoch's row of the log.
+
+        Hooks of the defence, which do nothing without one: wire changes what is sent, loss and encoder_terms
+        add to L_D, after_step trains its proxy. tick shows how far we are.
+        """
         args, net, cels, defense = self.args, self.net, self.cels, self.defense
         order = self.epoch_order()
         net.train(args.lr > 0)  # a rate of 0 changes nothing, BatchNorm's averages included
         gamma, fitted = loss_scale(args, self.epoch), self.epoch > 0 or args.init
-        # gmm and cluster are silent until their first refresh; the attention is fitted in the warm-up as well
+        # gmm and cluster are silent until `train` has refreshed them, at the end of an epoch; the attention's
+        # own parameters are fitted in the warm-up as well
         acting = {n: cel for n, cel in cels.items() if n not in REFRESHED or (fitted and gamma > 0)}
         lambdas = dict(zip(cels, args.lambd))
         sums, figures = torch.zeros(5, device=args.device), {}
@@ -131,14 +136,14 @@ class Run:
             weights = [lambdas[name] * cem.lr_ratio(lr, args.eta_ref) * gamma for name in acting]
             if self.cel_optimizer:
                 self.cel_optimizer.zero_grad(set_to_none=True)
-            g_cel, finite = cem.cel_gradient(z_cut, losses, weights, args.scale, args.clip)
+            g_z, finite = cem.cel_gradient(z_cut, losses, weights, args.scale, args.clip)
             # (ii)-(iv) θ ← θ − η (g_D + λ·r(η)·γ·g_CEL)
             terms = defense.encoder_terms(net.encoder, x)
             if args.stash == "cut":
-                g_d = cem.stash_at_cut(z, z_cut, loss_d, g_cel, terms)
+                g_d = cem.stash_at_cut(z, z_cut, loss_d, g_z, terms)
             else:
-                average = self.average, args.momentum_decay
-                g_d = cem.stash_params(z, z_cut, loss_d, g_cel, net.encoder, terms, *average)
+                decay = {"average": self.average, "decay": args.momentum_decay}
+                g_d = cem.stash_params(z, z_cut, loss_d, g_z, net.encoder, terms, **decay)
             parallel.average_gradients([*net.parameters(), *cels.parameters()])
             self.optimizer.step()
             if self.cel_optimizer:
@@ -147,7 +152,7 @@ class Run:
 
             # what the log tells, without waiting for the device
             cel = sum((loss.detach() for loss, _ in losses), torch.zeros_like(loss_d))
-            ratio = g_cel.norm() / g_d.norm().clamp_min(torch.finfo(g_d.dtype).tiny)
+            ratio = g_z.norm() / g_d.norm().clamp_min(torch.finfo(g_d.dtype).tiny)
             right = (logits.argmax(1) == y).float().mean()
             sums += torch.stack([loss_d.detach(), cel, right, ratio, 1 - finite])
             for name, surrogate in acting.items():
@@ -252,6 +257,10 @@ class Run:
         for name in VALUES:
             setattr(self, name, state[name])
         self.average = [g.to(self.args.device) for g in self.average]
+        numbers = all(isinstance(v, (int, float)) for row in self.log for v in row.values())
+        if not numbers or [row["epoch"] for row in self.log] != list(range(1, self.epoch + 1)):
+            raise ValueError("its log is not that of its epochs")
+        self.spread = [part.float() for part in self.spread]
 
 
 def train(argv):

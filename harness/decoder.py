@@ -97,7 +97,7 @@ def fit_decoder(decoder, pairs, stop_pairs, epochs, steps, lr, progress=lambda d
 
     The rate rises in the first tenth of an epoch-long run's steps. epochs = a number: then it falls along a
     cosine. epochs = "auto": it stays until the stop error fell by less than 1 % in the last quarter of the
-    epochs (CEILING at most), then falls along a cosine for a third as many epochs again. `term(D(z'), x)`
+    epochs (CEILING at most), then falls along a cosine for half as many epochs again. `term(D(z'), x)`
     is added to the loss if given. -> facts: epochs, best_epoch, stop_mse, converged.
     """
     optimizer = torch.optim.Adam(decoder.parameters(), lr)
@@ -132,7 +132,7 @@ def fit_decoder(decoder, pairs, stop_pairs, epochs, steps, lr, progress=lambda d
             best_state = copy.deepcopy(decoder.state_dict())
         if auto and fall_from == math.inf and (flat(history) or len(history) == CEILING):
             converged, fall_from = flat(history), len(history)
-            end = fall_from + math.ceil(fall_from / 3)
+            end = fall_from + math.ceil(fall_from / 2)
     decoder.load_state_dict(best_state)
     best = min(range(len(history)), key=history.__getitem__)
     facts = {
@@ -147,4 +147,4 @@ def fit_decoder(decoder, pairs, stop_pairs, epochs, steps, lr, progress=lambda d
 def flat(history):
     """Whether the best error fell by less than 1 % in the last quarter of the epochs."""
     quarter = len(history) // 4
-    return quarter > 1 and min(history) > 0.99 * min(history[:-quarter])
+    return quarter > 2 and min(history) > 0.99 * min(history[:-quarter])

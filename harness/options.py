@@ -258,7 +258,8 @@ def check_surrogates(args):
     for name in sorted({name for flags in FLAGS.values() for name in flags}):
         takers = [surrogate for surrogate, flags in FLAGS.items() if name in flags]
         if getattr(args, name) is not None and not set(takers) & set(chosen):
-            raise UserError(f"--{name.replace('_', '-')}: only {' and '.join(takers)} take it; leave it out.")
+            takes = " and ".join(takers) + (" takes it" if len(takers) == 1 else " take it")
+            raise UserError(f"--{name.replace('_', '-')}: only {takes}; leave it out.")
     for name in set(chosen) & set(MODES):
         if args.mode is not None and args.mode not in MODES[name]:
             raise UserError(f"--mode {args.mode}: {name} has {', '.join(MODES[name])}; choose one.")

@@ -71,6 +71,11 @@ def make_surrogates(args, classes, shape, image_size, steps):
         if name in ("gated", "slot") and args.mode != "image" and args.batch_size < FEW_OF_A_CLASS * classes:
             given.setdefault("memory", REMEMBERED)
         if name == "direct" or given.get("mode") == "image":
+            if image_size % side:
+                text = (
+                    f"--surrogate {name}: {side}x{side} cells do not divide {image_size}x{image_size} pixels"
+                )
+                raise ValueError(f"{text}; change --pool or --image-size.")
             given["shape"] = shape
         if given.get("mode") == "image":
             given["image_size"] = image_size

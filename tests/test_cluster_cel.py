@@ -360,7 +360,7 @@ def test_kmeans_ends_at_a_fixed_point_without_an_empty_cluster():
 def test_plus_plus_draws_by_squared_distance():
     # three points on a line, 0, 1 and 3: P(pair) from P(first) = 1/3 and P(second) ∝ D²
     z, g, trials = torch.tensor([[0.0], [1.0], [3.0]]), gen(0), 6000
-    pairs = [tuple(sorted(plus_plus(z, torch.ones(3), 2, g).flatten().tolist())) for _ in range(trials)]
+    pairs = [tuple(sorted(plus_plus(z, 2, g).flatten().tolist())) for _ in range(trials)]
     want = {(0, 1): (1 / 10 + 1 / 5) / 3, (0, 3): (9 / 10 + 9 / 13) / 3, (1, 3): (4 / 5 + 4 / 13) / 3}
     for pair, p in want.items():
         assert pairs.count(pair) / trials == pytest.approx(p, abs=4 * math.sqrt(p * (1 - p) / trials))

@@ -83,7 +83,7 @@ WRONG = {
     "--lambd 1": ("--lambd", "the 0 surrogates"),
     "--surrogate gated --epochs 3 --warmup 3": ("--epochs 3", "would never act"),
     "--surrogate gmm --epochs 1": ("--epochs 1", "would never act"),
-    "--surrogate gated --slots 4": ("--slots", "only slot take it"),
+    "--surrogate gated --slots 4": ("--slots", "only slot takes it"),
     "--clusters 4": ("--clusters", "only gmm and cluster take it"),
     "--surrogate gated --mode image": ("--mode image", "fit, adversarial, documented"),
     "--surrogate slot --mode fit": ("--mode fit", "mixture, documented, image"),

@@ -252,3 +252,48 @@ def test_a_rank_in_the_environment_is_no_second_process(tmp_path, few_shapes, mo
     command = [*TINY, "--attack", "none", "--runs-dir", str(tmp_path), "--name", "run"]
     assert train.main(command) == 0
     assert "accuracy" in capsys.readouterr().out and (tmp_path / "run" / "results.json").exists()
+
+
+# README's way to use a surrogate beside DistributedDataParallel, in two processes with different batches
+BESIDE_DDP = """
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from gated_att_cel import GatedAttCEL
+from gmm_cel import GMMCEL
+
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+SNIPPET
+torch.manual_seed(0)  # equal networks and surrogates, then batches of each one's own
+encoder = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Sigmoid())
+network = DistributedDataParallel(encoder)
+cels = [GMMCEL(2, 4, 0.1), GatedAttCEL(2, 4, 0.1, memory=3)]
+z, y = torch.rand(40, 4), torch.arange(40) % 2
+cels[0].refresh(z, y, generator=torch.Generator().manual_seed(0))
+optimizer = torch.optim.SGD([*network.parameters(), *cels[1].parameters()], lr=0.1)
+torch.manual_seed(1 + rank)
+for _ in range(3):
+    optimizer.zero_grad()
+    z = network(torch.randn(12, 6))
+    sum(cel(z, torch.arange(12) % 2) for cel in cels).backward()
+    for cel in cels:
+        synchronise(cel)
+    optimizer.step()
+for module in (encoder, *cels):
+    for name, mine in module.state_dict().items():
+        both = [torch.empty_like(mine) for _ in range(2)]
+        torch.distributed.all_gather(both, mine.contiguous())
+        assert torch.equal(*both) == (name != "memory"), name
+assert cels[0].weights.sum().sub(1).abs() < 1e-6
+print("equal")
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_the_readmes_way_beside_ddp(tmp_path):
+    snippet = (ROOT / "README.md").read_text().split("<!-- processes -->\n```python\n")[1].split("```")[0]
+    (tmp_path / "beside.py").write_text(BESIDE_DDP.replace("SNIPPET", snippet))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, str(tmp_path / "beside.py")], capture_output=True, text=True, env=env)
+    assert done.returncode == 0 and done.stdout.count("equal") == 2, done.stderr[-2000:]

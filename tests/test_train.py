@@ -437,6 +437,12 @@ def test_a_run_says_what_it_does(tmp_path, capsys):
     assert command.startswith("python train.py --width 4") and command.endswith("--name run")
 
 
+def test_on_a_terminal_the_progress_is_one_live_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert go(*TINY, "--runs-dir", tmp_path, "--name", "run") == 0
+    assert capsys.readouterr().out.count("\rtrain") == 2 * 3  # a step each
+
+
 def test_curves_are_drawn_where_matplotlib_is_installed(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     argv = [*TINY, "--surrogate", "gated", "--attack", "none", "--runs-dir", tmp_path, "--name", "run"]
