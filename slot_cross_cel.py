@@ -71,7 +71,9 @@ class SlotCrossCEL(nn.Module):
         if mode not in MODES or set(off) - set(PARTS):
             raise ValueError(f"mode {mode!r}, off {off!r}: use one of {MODES} and any of {PARTS}.")
         if mode != "documented" and (off or shutoff < math.inf) or mode == "image" and memory:
-            raise ValueError('off, shutoff change nothing but "documented", memory changes nothing in image.')
+            raise ValueError(
+                'off and shutoff change nothing but "documented", memory not "image": leave it out.'
+            )
         if {shape is None, image_size is None} != {mode != "image"}:
             raise ValueError('mode "image" needs shape=(c, h, w) of z and image_size; they are for it alone.')
         if min(num_classes, dim, slots, memory + 1, delay + 1) < 1 or not min(sigma, self.tau, self.eps) > 0:
@@ -225,7 +227,7 @@ class SlotCrossCEL(nn.Module):
         silent = torch.where(self.calls < self.delay * self.training, DELAYED, shut * SHUT_OFF)
         self.calls += self.training
         loss, counted = loss * (silent == SPOKE), counted * (silent == SPOKE)
-        why = "no class had two samples (use larger batches, or memory=32), or see delay and shutoff"
+        why = "NaN or Inf, or no class had two samples (larger batches, memory=32), or see delay and shutoff"
         set_stats(self, loss, why, figures | {"skipped": (1 - counted).clamp(min=0), "silent": silent})
         return loss
 

@@ -10,19 +10,22 @@ request is a line of JSON on stdin, the answer is the exit status on stdout.
     when, how       where it goes down, by which signal; see `arm`
 """
 
+import gc
+import io
 import json
 import os
 import signal
 import sys
+import tempfile
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import torch
-from conftest import small_world
+from conftest import TINY, small_world
 
 import attack
 import train
 from harness import data
-from harness.split_net import SplitNet, count_flops
 
 PROGRAMS = {"train.py": train.main, "attack.py": attack.main}
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
@@ -112,10 +115,18 @@ def child(request):
     return PROGRAMS[request["program"]](request["argv"])
 
 
+def warm_up():
+    """A run whose late imports and compiled kernels every child inherits."""
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
+        train.main([*TINY, "--surrogate", "slot", "--defense", "noise_arl", "--runs-dir", folder])
+
+
 def serve():
     torch.set_num_threads(1)
-    count_flops(SplitNet(width=1).encoder, 32)  # imports what is imported late
     with small_world():
+        if not torch.accelerator.is_available():  # whose autograd threads do not survive a fork
+            warm_up()
+        gc.freeze()
         for line in sys.stdin:
             pid = os.fork()
             if pid == 0:

@@ -131,7 +131,6 @@ def assert_whole_files(folder):
         ("gmm", "mid-epoch", 1),
         ("gmm", "checkpoint half written", 1),
         ("gmm", "attack", 3),
-        ("slot", "mid-epoch", 1),
         ("slot", "between checkpoint and log", 3),
         ("slot", "before the rename", 1),
         ("cluster", "mid-epoch", 1),
@@ -230,10 +229,9 @@ def test_an_output_problem_never_costs_a_run(tmp_path, elsewhere, trained, how):
 
 def test_a_narrow_resnet_does_not_crash(tmp_path, elsewhere):
     """In a process of its own: with a strided 1x1 convolution torch ends here by a signal (see split_net.py)."""
-    for cut in (1, 5, 9):
-        narrow = ["--arch", "resnet20", "--cut", cut, "--epochs", 1, "--width", 2, "--attack", "none"]
-        done = elsewhere("train.py", *TINY, *narrow, "--runs-dir", tmp_path, "--name", f"run{cut}")
-        assert done.status == 0, done.err
+    narrow = "--arch resnet20 --cut 5 --epochs 1 --width 2 --attack none".split()
+    done = elsewhere("train.py", *TINY, *narrow, "--runs-dir", tmp_path, "--name", "run")
+    assert done.status == 0, done.err
 
 
 # ------------------------------------------------------------ wrong uses
@@ -354,7 +352,7 @@ WRONG = {
     "another surrogate's flag": ("--surrogate gated --slots 4", "--slots: only slot takes it", "leave it out"),
     "another surrogate's mode": ("--surrogate gated --mode image", "--mode image: gated has fit", "choose one"),
     "unknown gate": ("--surrogate slot --mode documented --off garden_gate", "garden_gate", "class_gate"),
-    "gate that is off already": ("--surrogate slot --off snr_gate", "change nothing in mode", "documented"),
+    "gate that is off already": ("--surrogate slot --off snr_gate", "change nothing", "documented"),
     "memory of pictures": ("--surrogate slot --mode image --memory 4", "memory changes nothing", "image"),
     "pool beyond the features": ("--surrogate gated --pool 9", "--pool 9", "pool to fewer"),
     "cells that lie across pixels": ("--surrogate direct --pool 3", "3x3 cells do not divide 32x32 pixels", "change --pool"),
