@@ -71,9 +71,7 @@ class SlotCrossCEL(nn.Module):
         if mode not in MODES or set(off) - set(PARTS):
             raise ValueError(f"mode {mode!r}, off {off!r}: use one of {MODES} and any of {PARTS}.")
         if mode != "documented" and (off or shutoff < math.inf) or mode == "image" and memory:
-            raise ValueError(
-                'off and shutoff change nothing but "documented", memory not "image": leave it out.'
-            )
+            raise ValueError('off, shutoff change nothing but "documented", memory not "image": drop it.')
         if {shape is None, image_size is None} != {mode != "image"}:
             raise ValueError('mode "image" needs shape=(c, h, w) of z and image_size; they are for it alone.')
         if min(num_classes, dim, slots, memory + 1, delay + 1) < 1 or not min(sigma, self.tau, self.eps) > 0:

@@ -353,7 +353,7 @@ WRONG = {
     "another surrogate's mode": ("--surrogate gated --mode image", "--mode image: gated has fit", "choose one"),
     "unknown gate": ("--surrogate slot --mode documented --off garden_gate", "garden_gate", "class_gate"),
     "gate that is off already": ("--surrogate slot --off snr_gate", "change nothing", "documented"),
-    "memory of pictures": ("--surrogate slot --mode image --memory 4", "memory changes nothing", "image"),
+    "memory of pictures": ("--surrogate slot --mode image --memory 4", "memory", "image"),
     "pool beyond the features": ("--surrogate gated --pool 9", "--pool 9", "pool to fewer"),
     "cells that lie across pixels": ("--surrogate direct --pool 3", "3x3 cells do not divide 32x32 pixels", "change --pool"),
     "cells that lie across pixels, slot": ("--surrogate slot --mode image --pool 3", "3x3 cells do not divide 32x32 pixels", "change --pool"),

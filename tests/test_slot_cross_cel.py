@@ -775,7 +775,7 @@ def test_beta_and_rho_are_learned_where_they_act():
         ({"off": ("snr_gate",)}, "change nothing"), ({"shutoff": 0.5}, "change nothing"),
         ({"mode": "documented", "off": ("gate",)}, "any of"), ({"mode": "image"}, "needs shape"),
         ({"shape": (4, 1, 1), "image_size": 16}, "alone"),
-        ({"mode": "image", "shape": (1, 2, 2), "image_size": 16, "memory": 3}, "memory not \"image\""),
+        ({"mode": "image", "shape": (1, 2, 2), "image_size": 16, "memory": 3}, 'memory not "image"'),
         ({"mode": "image", "shape": (1, 2, 2), "image_size": 8}, "11 pixels"),
         ({"mode": "image", "shape": (1, 2, 2), "image_size": 17}, "divide"),
         ({"mode": "image", "shape": (2, 2, 2), "image_size": 16}, "must be dim"),
