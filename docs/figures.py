@@ -1,0 +1,315 @@
+"""Writes docs/NAME.svg, what each surrogate sees on the twelve points of [A §6], and docs/examples.json, the
+worked examples computed by the surrogates. `python docs/build.py` runs this first; it needs torch.
+
+In all figures three panels are the three classes, the fourth is what a spread costs. An arrow is the descent
+direction −∂L/∂z of its point; the longest of a figure has a fixed length. σ is such that the default threshold
+0.125 σ² of a dimension, summed over both, is the τ = 0.002 of [A §6].
+"""
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from cluster_cel import ClusterCEL  # noqa: E402
+from direct_cel import DirectCEL  # noqa: E402
+from gated_att_cel import GatedAttCEL  # noqa: E402
+from gmm_cel import GMMCEL  # noqa: E402
+from slot_cross_cel import MARGIN, SOFTPLUS_BETA, SlotCrossCEL  # noqa: E402
+
+Z = torch.tensor([[0.0, 0.0], [0.2, 0.1], [-0.1, 0.05], [0.15, -0.05],
+                  [1.0, 1.0], [1.2, 1.1], [0.8, 0.9], [1.1, 0.95],
+                  [1.0, -1.0], [0.8, -0.9], [1.1, -1.2], [0.9, -1.05]], dtype=torch.float64)  # fmt: skip
+Y = torch.arange(3).repeat_interleave(4)
+MIDDLE = torch.stack([Z[Y == c].mean(0) for c in range(3)])
+TAU, EPS, DIM = 0.002, 1e-6, 2
+SIGMA = math.sqrt(TAU / (DIM * 0.125))
+
+PANEL, REACH, ARROW = 190, 0.28, 46  # size of a panel, half of what it shows, longest arrow
+CORNERS = [(4, 22), (206, 22), (4, 236), (206, 236)]
+COLOURS = ["var(--c1,#1d5fbf)", "var(--c2,#b4470b)", "var(--c3,#1a7f37)"]
+
+
+# ------------------------------------------------------------------------------------------ drawing
+
+
+def place(c, point):
+    """Pixels of a point in the panel of class c."""
+    left, top = CORNERS[c]
+    dx, dy = ((torch.as_tensor(point) - MIDDLE[c]) / REACH * PANEL / 2).tolist()
+    return left + PANEL / 2 + dx, top + PANEL / 2 - dy
+
+
+def ellipse(c, centre, radii, style):
+    (x, y), (rx, ry) = place(c, centre), (float(r) / REACH * PANEL / 2 for r in radii)
+    left, top = CORNERS[c]  # a picture in the picture cuts off what is outside the panel
+    frame = f'x="{left}" y="{top}" width="{PANEL}" height="{PANEL}" viewBox="{left} {top} {PANEL} {PANEL}"'
+    shape = f'<ellipse cx="{x:.1f}" cy="{y:.1f}" rx="{rx:.1f}" ry="{ry:.1f}" fill="none" {style}/>'
+    return f"<svg {frame}>{shape}</svg>"
+
+
+def cross(c, centre):
+    x, y = place(c, centre)
+    return f'<path d="M{x - 5:.1f} {y:.1f}h10M{x:.1f} {y - 5:.1f}v10" stroke="currentColor" stroke-width="1.6"/>'
+
+
+def points(gradient, radius=None, hollow=(), square=()):
+    """The twelve points and their arrows."""
+    step, parts = -gradient / gradient.norm(dim=1).max().clamp(min=1e-12) * ARROW, []
+    for i, c in enumerate(Y.tolist()):
+        (x, y), (dx, dy), r = place(c, Z[i]), step[i].tolist(), 5.0 if radius is None else float(radius[i])
+        x2, y2, turn, length = x + dx, y - dy, math.atan2(-dy, dx), math.hypot(dx, dy)
+        head = " ".join(f"{x2 - 6 * math.cos(turn + a):.1f},{y2 - 6 * math.sin(turn + a):.1f}" for a in (0.45, -0.45))
+        if length > 3:
+            parts.append(f'<path d="M{x:.1f} {y:.1f}L{x2:.1f} {y2:.1f}" stroke="{COLOURS[c]}" stroke-width="1.8"/>')
+            parts.append(f'<polygon points="{x2:.1f},{y2:.1f} {head}" fill="{COLOURS[c]}"/>')
+        fill = "var(--paper,#fff)" if i in hollow else COLOURS[c]
+        style = f'fill="{fill}" stroke="{COLOURS[c]}" stroke-width="1.6"'
+        if i in square:
+            parts.append(f'<rect x="{x - r:.1f}" y="{y - r:.1f}" width="{2 * r:.1f}" height="{2 * r:.1f}" {style}/>')
+        else:
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{r:.1f}" {style}/>')
+    return "".join(parts)
+
+
+def curve(f, dots, right, across, up, threshold=None):
+    """The fourth panel: f over 0..right, and dots (class, v, radius) on it."""
+    left, top = CORNERS[3]
+    highest = f(right) or 1.0
+    x_of, y_of = lambda v: left + 14 + v / right * 160, lambda v: top + 168 - f(v) / highest * 140
+    line = " ".join(f"{x_of(right * i / 80):.1f},{y_of(right * i / 80):.1f}" for i in range(81))
+    parts = [f'<polyline points="{line}" fill="none" stroke="currentColor" stroke-width="1.4"/>']
+    if threshold:
+        name, v = threshold
+        parts.append(f'<path d="M{x_of(v):.1f} {top + 24}V{top + 168}" stroke="currentColor" stroke-dasharray="3 3"/>')
+        parts.append(f'<text x="{x_of(v) + 4:.1f}" y="{top + 34}">{name}</text>')
+    parts += [f'<circle cx="{x_of(v):.1f}" cy="{y_of(v):.1f}" r="{r:.1f}" fill="{COLOURS[c]}"/>' for c, v, r in dots]
+    parts.append(f'<text x="{left + 182}" y="{top + 184}" text-anchor="end">{across}</text>')
+    return "".join([*parts, f'<text x="{left + 8}" y="{top + 14}">{up}</text>'])
+
+
+def save(name, title, drawing, loss, caption):
+    frames = "".join(
+        f'<rect x="{x}" y="{y}" width="{PANEL}" height="{PANEL}" rx="4" fill="none" stroke="currentColor" '
+        f'stroke-opacity=".3"/>'
+        for x, y in CORNERS
+    )
+    heads = [*(f"class {c + 1}" for c in range(3)), f"L = {float(loss):.4f}"]
+    words = "".join(f'<text x="{x + 2}" y="{y - 6}">{head}</text>' for (x, y), head in zip(CORNERS, heads))
+    (HERE / f"{name}.svg").write_text(
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 400 430" role="img" font-family="Georgia,serif" '
+        f'font-size="13" fill="currentColor"><title>{title}</title><desc>{caption}</desc>'
+        f"{frames}{words}{drawing}</svg>\n".replace("><", ">\n<"),
+        encoding="utf-8",
+    )
+
+
+# ------------------------------------------------------------------------------------------ the surrogates
+
+
+def call(cel, z=Z, x=None):
+    """Loss and gradient at the twelve points."""
+    leaf = z.clone().requires_grad_()
+    loss = cel(leaf, Y[: len(z)], x)
+    return loss.detach(), torch.autograd.grad(loss, leaf)[0].flatten(1)
+
+
+def spy(cel, name):
+    """The arguments and results of the last call of cel.name, in a dictionary."""
+    seen, method = {}, getattr(cel, name)
+
+    def wrapped(*args):
+        seen["args"], seen["result"] = args, method(*args)
+        return seen["result"]
+
+    setattr(cel, name, wrapped)
+    return seen
+
+
+def cluster(tau=TAU):
+    cel = ClusterCEL(3, DIM, SIGMA, clusters=2, variance="trace", tau=tau, eps=EPS).double()
+    cel.refresh(Z, Y, generator=torch.Generator().manual_seed(0))
+    return cel
+
+
+def attention(mode="documented", norm=False):
+    """[A §6.3]: W_V = W_U = I, w = (1, 1), and LayerNorm off, which its numbers need."""
+    cel = GatedAttCEL(3, DIM, SIGMA, mode, "trace", hidden=2, tau=TAU, eps=EPS).double()
+    cel.W_V.data, cel.W_U.data, cel.w.data = torch.eye(2).double(), torch.eye(2).double(), torch.ones(2).double()
+    cel.norm = cel.norm if norm else nn.Identity()
+    return cel
+
+
+def hinge(v, tau=TAU, eps=EPS):
+    return max(0.0, math.log((v + eps) / (tau + eps)))
+
+
+def draw():
+    dashed, solid = 'stroke="currentColor" stroke-dasharray="3 3"', 'stroke="currentColor" stroke-opacity=".75"'
+
+    cel = GMMCEL(3, DIM, SIGMA, components=2).double().eval()
+    cel.refresh(Z, Y, generator=torch.Generator().manual_seed(0))
+    loss, g = call(cel)
+    pairs = [(c, k) for c in range(3) for k in range(2)]
+    shapes = "".join(
+        ellipse(c, cel.means[c, k], cel.covs[c, k].sqrt(), solid)
+        + ellipse(c, cel.means[c, k], [SIGMA, SIGMA], dashed) + cross(c, cel.means[c, k])
+        for c, k in pairs
+    )  # fmt: skip
+    dots = [(c, float(v), 2.5 + 9 * float(cel.weights[c, k])) for c, k in pairs for v in cel.covs[c, k]]
+    cost = curve(lambda v: 0.5 * math.log1p(v / SIGMA**2), dots, 0.02, "Σ_d, a component", "½ log(1 + Σ_d/σ²)")
+    save("gmm_cel", "GMM CEL on the twelve points", shapes + points(g) + cost, loss,
+         "Two components a class. Solid: one standard deviation of a component in each dimension; dashed: the noise σ "
+         "it is weighed against. There is no threshold: every spread costs, and every point is pulled to the mean of "
+         "its component.")  # fmt: skip
+
+    cel = cluster()
+    loss, g = call(cel)
+    shapes = "".join(
+        ellipse(c, cel.centers[c, k], [cel.variances[c, k].sqrt()] * 2, solid)
+        + ellipse(c, cel.centers[c, k], [TAU**0.5] * 2, dashed) + cross(c, cel.centers[c, k])
+        for c, k in pairs
+    )  # fmt: skip
+    dots = [(c, float(v), 5) for c, v in enumerate((cel.weights * cel.variances).sum(1))]
+    cost = curve(hinge, dots, 0.03, "v̂_c", "R(c)", ("τ", TAU))
+    save("cluster_cel", "Cluster CEL on the twelve points", shapes + points(g) + cost, loss,
+         "[A §6.2], two clusters a class. Solid: the root of a cluster’s variance; dashed: the root of τ. Every point "
+         "is pulled to its own centre. A point that is a cluster by itself is not pulled and costs nothing.")  # fmt: skip
+
+    cel = attention("fit")
+    seen = spy(cel, "note")
+    loss, g = call(cel)
+    _, _, v_c, alpha, _, _ = (t.detach() for t in seen["args"])
+    mean = torch.stack([alpha[Y == c] @ Z[Y == c] for c in range(3)])
+    shapes = "".join(
+        ellipse(c, mean[c], [v_c[c].sqrt()] * 2, solid) + ellipse(c, mean[c], [TAU**0.5] * 2, dashed)
+        + cross(c, mean[c]) for c in range(3)
+    )  # fmt: skip
+    far = [i for i in range(12) if (Z[i] - mean[Y[i]]).square().sum() > v_c[Y[i]]]
+    cost = curve(hinge, [(c, float(v_c[c]), 5) for c in range(3)], 0.03, "v_c", "R(c)", ("τ", TAU))
+    save("gated_att_cel", "Gated attention CEL on the twelve points",
+         shapes + points(g, 40 * alpha**1.5, hollow=far) + cost, loss,
+         "[A §6.3], LayerNorm off. Cross: the weighted mean; solid: the root of v_c; dashed: the root of τ; the size of "
+         "a point is its weight α. All are pulled to one mean, the far ones most. Hollow: farther than average. In "
+         "mode “documented” descent takes weight from those.")  # fmt: skip
+
+    torch.manual_seed(0)
+    cel = SlotCrossCEL(3, DIM, SIGMA, slots=2).double()
+    seen = spy(cel, "cross_fit")
+    loss, g = call(cel)
+    _, x, _, share, _ = (t.detach() for t in seen["args"])
+    var, weight, _ = (t.detach() for t in seen["result"])  # [G, H, S, D], [G, H, S]
+    means, each = (share @ x).flip(1), [(c, h, s) for c in range(3) for h in range(2) for s in range(2)]
+    shapes = "".join(
+        ellipse(c, means[c, h, s], var[c, h, s].sqrt(), f'{solid if h else dashed} stroke-width="1.3"')
+        + cross(c, means[c, h, s]) for c, h, s in each
+    )  # fmt: skip
+    dots = [(c, float(v), 1.5 + 4 * float(weight[c, h, s])) for c, h, s in each for v in var[c, h, s]]
+    soft = lambda v: math.log1p(math.exp(SOFTPLUS_BETA * (math.log((v + cel.eps) / (cel.tau + cel.eps)) - MARGIN)))
+    cost = curve(lambda v: soft(v) / SOFTPLUS_BETA, dots, 0.06, "σ_s² of a dimension", "L_base", ("τ", cel.tau))
+    save("slot_cross_cel", "Slot CEL on the twelve points",
+         shapes + points(g, square=[i for i in range(12) if i % 2]) + cost, loss,
+         "Two slots, before any training, mode “mixture”. Each class is dealt into halves, circles and squares. "
+         "Crosses: the slots’ means of one half; ellipses: the other half’s spread about them (dashed: of the circles). "
+         "A point is pulled to the means of the half it is not in.")  # fmt: skip
+
+    cel = DirectCEL(3, DIM, SIGMA, neighbourhood=1).double()
+    grey = 0.5 + 0.8 * (Z - MIDDLE[Y])[:, :1]  # one pixel a picture, as bright as its point is far right
+    loss, g = call(cel, Z.view(12, 2, 1, 1), grey.view(12, 1, 1, 1).expand(12, 3, 1, 1))
+    f, t = (Z - MIDDLE[Y]) * math.sqrt(4 / 3), (grey - 0.5) * math.sqrt(4 / 3)
+    guess = f @ torch.linalg.solve(f.T @ f / 12 + SIGMA**2 * torch.eye(2), f.T @ t / 12)
+    left, top = CORNERS[3]
+    put = lambda a, b: (left + 95 + 330 * float(a), top + 95 - 330 * float(b))
+    spots = "".join(
+        '<circle cx="{:.1f}" cy="{:.1f}" r="5" fill="{}"/>'.format(*put(t[i], guess[i]), COLOURS[Y[i]])
+        for i in range(12)
+    )
+    cost = f'<path d="M{left + 15} {top + 175}L{left + 175} {top + 15}" stroke="currentColor" stroke-opacity=".5"/>'
+    cost += f'{spots}<text x="{left + 182}" y="{top + 184}" text-anchor="end">brightness</text>'
+    save("direct_cel", "Direct CEL on the twelve points",
+         points(g) + cost + f'<text x="{left + 8}" y="{top + 14}">its estimate W f</text>', loss,
+         "Here each point has a picture: one pixel, the brighter the farther right the point lies in its class. A linear "
+         "attacker estimates it from z + n (last panel; the line would be a perfect guess). Only what tells about the "
+         "picture is squeezed: the arrows are nearly level.")  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------ worked examples
+
+
+def row(where, what, printed, *computed, digits=4):
+    """A line of the table; the mark says if the printed figures are the computed ones, rounded."""
+    computed = [float(torch.as_tensor(v).detach()) for v in computed]
+    numbers = re.findall(r"−?\d+\.\d+", printed)
+    near = [abs(float(p.replace("−", "-")) - v) <= 0.501 * 10.0 ** -len(p.split(".")[1]) for p, v in zip(numbers, computed)]
+    text = ", ".join(f"{v + 0.0:.{digits}f}".replace("-", "−") for v in computed)
+    return {"where": where, "what": what, "printed": printed, "computed": text, "agrees": all(near)}
+
+
+def examples():
+    cel, rows = cluster(), []
+    first = cel.centers[0, :, 0].argsort(descending=True)  # in the order of the document
+    of = lambda cel, c: call(Alone(cel, c))[0]
+    v_hat = (cel.weights * cel.variances).sum(1)
+    two = [cel.variances[c].sort().values for c in (1, 2)]
+    loss, g = call(cel)
+    k = first[0]
+    step = -g[1] / g[1].norm() * (Z[1] - cel.centers[0, k]).norm()
+    rows += [
+        row("6.2", "μ₁₁", "0.175, 0.025", *cel.centers[0, first[0]], digits=3),
+        row("6.2", "μ₁₂", "−0.05, 0.025", *cel.centers[0, first[1]], digits=3),
+        row("6.2", "v₁₁, v₁₂", "0.00625, 0.003125", *cel.variances[0, first], digits=6),
+        row("6.2", "v₂₁, v₂₂", "0.005, 0.004", *two[0], digits=7),
+        row("6.2", "v₃₁, v₃₂", "0.007, 0.006", *two[1], digits=7),
+        row("6.2", "v̂₁", "0.0046875", v_hat[0], digits=7),
+        row("6.2", "v̂₂, v̂₃", "0.0045, 0.0065", *v_hat[1:], digits=7),
+        row("6.2", "L at τ = 0.05", "0.0", call(cluster(0.05))[0]),
+        row("6.2", "R_log(1) at τ = 0.002", "0.846", of(cel, 0)),
+        row("6.2", "L at τ = 0.002", "0.564", loss),
+        row("6.2", "descent step at (0.2, 0.1)", "−0.025, −0.075", *step, digits=3),
+    ]
+    cel = attention()
+    seen, logits = spy(cel, "note"), spy(cel, "cap")
+    loss, _ = call(cel)
+    _, _, v_c, alpha, _, _ = (t.detach() for t in seen["args"])
+    order = [1, 3, 0, 2]  # of the document
+    normed = attention(norm=True)
+    seen_normed = spy(normed, "note")
+    call(normed)
+    rows += [
+        row("6.3", "α'₁, of (0.2, 0.1)", "0.160", logits["result"][1]),
+        row("6.3", "α", "0.28, 0.26, 0.23, 0.23", *alpha[order]),
+        row("6.3", "z̄₁", "0.088, 0.016", *(alpha[:4] @ Z[:4])),
+        row("6.3", "v₁", "0.0058", v_c[0], digits=5),
+        row("6.3", "v₂, v₃", "0.0061, 0.0072", *v_c[1:, 0], digits=4),
+        row("6.3", "R(1) at τ = 0.002", "0.405", of(attention(), 0)),
+        row("6.3", "R(2), R(3)", "", of(attention(), 1), of(attention(), 2)),
+        row("6.3", "L at τ = 0.002", "", loss),
+        row("6.3", "α with LayerNorm on, “≈ identity”", "0.28, 0.26, 0.23, 0.23", *seen_normed["args"][3][order]),
+    ]
+    return rows
+
+
+class Alone(nn.Module):
+    """cel on the points of class c alone: then β_c = 1 and L = R(c)."""
+
+    def __init__(self, cel, c):
+        super().__init__()
+        self.cel, self.c = cel, c
+
+    def forward(self, z, y, x=None):
+        return self.cel(z[y == self.c], y[y == self.c])
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    HERE = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE
+    draw()
+    text = json.dumps(examples(), ensure_ascii=False, indent=1)
+    (HERE / "examples.json").write_text(text + "\n", encoding="utf-8")
