@@ -12,6 +12,7 @@ for.
 
 import hashlib
 import importlib
+import socket
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ MIN_IMAGE_SIZE = 32
 NAMED = ("cifar10", "cifar100", *NAMED_FOLDERS)
 SHAPES_TRAIN, SHAPES_TEST = 6000, 1000
 CROP_PADDING = 4
+DOWNLOAD_PATIENCE = 20  # seconds without an answer
 EVAL_BATCH = 500  # images at a time where no gradient is kept
 
 
@@ -218,6 +220,7 @@ def load_cifar(name, data_dir, image_size):
     import_torchvision()
     datasets = importlib.import_module("torchvision.datasets")
     cls = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[name]
+    socket.setdefaulttimeout(DOWNLOAD_PATIENCE)
     try:
         parts = [cls(data_dir, train=is_train, download=True) for is_train in (True, False)]
     except Exception as error:  # no network, a broken archive, an unwritable folder: many kinds

@@ -439,13 +439,33 @@ def test_the_report_is_the_same_byte_for_byte_and_leaves_the_rest_of_the_page(ro
     sentence(lambda: tables.report(root), "<!-- results -->")
 
 
-def test_the_committed_page_is_what_its_cells_make(tmp_path):
+def test_the_committed_pages_are_what_their_cells_make(tmp_path):
+    """Every number in RESULTS.md below its line, and README's first table and what to expect, come from cells."""
+    root = tmp_path / "bench"
+    root.mkdir()
     if (tables.ROOT / "cells").exists():
-        shutil.copytree(tables.ROOT / "cells", tmp_path / "cells")
-    shutil.copy(tables.ROOT / "RESULTS.md", tmp_path)
-    tables.report(tmp_path)
-    same = (tmp_path / "RESULTS.md").read_bytes() == (tables.ROOT / "RESULTS.md").read_bytes()
-    assert same, "run python -m bench report"
+        shutil.copytree(tables.ROOT / "cells", root / "cells")
+    shutil.copy(tables.ROOT / "RESULTS.md", root)
+    shutil.copy(tables.ROOT.parent / "README.md", tmp_path)
+    tables.report(root)
+    for page in (root / "RESULTS.md", tmp_path / "README.md"):
+        committed = tables.ROOT.parent / page.relative_to(tmp_path)
+        assert page.read_bytes() == committed.read_bytes(), "run python -m bench report"
+
+
+def test_readme_says_what_to_expect_of_all_runs_of_its_command(tmp_path):
+    root, page = tmp_path / "bench", tmp_path / "README.md"
+    page.write_text("<!-- shapes -->\n<!-- /shapes -->\n<!-- expect -->\n<!-- /expect -->\n")
+    put(root, "shapes", "gated-seed0", accuracy=0.991, mse=0.02)
+    put(root, "shapes", "gated-seed1", accuracy=0.995, mse=0.01)
+    put(root, "shapes", "none-seed0", accuracy=0.999, mse=0.005)
+    put(root, "again", "gated-seed0", accuracy=0.985, mse=0.012)
+    tables.fill_readme(page, root)
+    text = page.read_text()
+    assert "98.5 to 99.5 %" in text and "0.010 to 0.020" in text and "3 runs" in text
+    assert (
+        "| gated | 99.30 ± 0.28 | 0.0150 ± 0.0071 | 2 |" in text and "| none | 99.90 | 0.0050 | 1 |" in text
+    )
 
 
 def test_every_grid_but_the_bases_has_a_section(root):
