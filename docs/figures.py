@@ -2,8 +2,8 @@
 worked examples computed by the surrogates. `python docs/build.py` runs this first; it needs torch.
 
 In all figures three panels are the three classes, the fourth is what a spread costs. An arrow is the descent
-direction −∂L/∂z of its point; the longest of a figure has a fixed length. σ is such that the default threshold
-0.125 σ² of a dimension, summed over both, is the τ = 0.002 of [A §6].
+direction −∂L/∂z of its point; the longest of a figure has a fixed length. σ is such that the default
+threshold 0.125 σ² of a dimension, summed over both, is the τ = 0.002 of [A §6].
 """
 
 import json
@@ -57,7 +57,9 @@ def ellipse(c, centre, radii, style):
 
 def cross(c, centre):
     x, y = place(c, centre)
-    return f'<path d="M{x - 5:.1f} {y:.1f}h10M{x:.1f} {y - 5:.1f}v10" stroke="currentColor" stroke-width="1.6"/>'
+    return (
+        f'<path d="M{x - 5:.1f} {y:.1f}h10M{x:.1f} {y - 5:.1f}v10" stroke="currentColor" stroke-width="1.6"/>'
+    )
 
 
 def points(gradient, radius=None, hollow=(), square=()):
@@ -66,14 +68,20 @@ def points(gradient, radius=None, hollow=(), square=()):
     for i, c in enumerate(Y.tolist()):
         (x, y), (dx, dy), r = place(c, Z[i]), step[i].tolist(), 5.0 if radius is None else float(radius[i])
         x2, y2, turn, length = x + dx, y - dy, math.atan2(-dy, dx), math.hypot(dx, dy)
-        head = " ".join(f"{x2 - 6 * math.cos(turn + a):.1f},{y2 - 6 * math.sin(turn + a):.1f}" for a in (0.45, -0.45))
+        head = " ".join(
+            f"{x2 - 6 * math.cos(turn + a):.1f},{y2 - 6 * math.sin(turn + a):.1f}" for a in (0.45, -0.45)
+        )
         if length > 3:
-            parts.append(f'<path d="M{x:.1f} {y:.1f}L{x2:.1f} {y2:.1f}" stroke="{COLOURS[c]}" stroke-width="1.8"/>')
+            parts.append(
+                f'<path d="M{x:.1f} {y:.1f}L{x2:.1f} {y2:.1f}" stroke="{COLOURS[c]}" stroke-width="1.8"/>'
+            )
             parts.append(f'<polygon points="{x2:.1f},{y2:.1f} {head}" fill="{COLOURS[c]}"/>')
         fill = "var(--paper,#fff)" if i in hollow else COLOURS[c]
         style = f'fill="{fill}" stroke="{COLOURS[c]}" stroke-width="1.6"'
         if i in square:
-            parts.append(f'<rect x="{x - r:.1f}" y="{y - r:.1f}" width="{2 * r:.1f}" height="{2 * r:.1f}" {style}/>')
+            parts.append(
+                f'<rect x="{x - r:.1f}" y="{y - r:.1f}" width="{2 * r:.1f}" height="{2 * r:.1f}" {style}/>'
+            )
         else:
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{r:.1f}" {style}/>')
     return "".join(parts)
@@ -88,9 +96,13 @@ def curve(f, dots, right, across, up, threshold=None):
     parts = [f'<polyline points="{line}" fill="none" stroke="currentColor" stroke-width="1.4"/>']
     if threshold:
         name, v = threshold
-        parts.append(f'<path d="M{x_of(v):.1f} {top + 24}V{top + 168}" stroke="currentColor" stroke-dasharray="3 3"/>')
+        parts.append(
+            f'<path d="M{x_of(v):.1f} {top + 24}V{top + 168}" stroke="currentColor" stroke-dasharray="3 3"/>'
+        )
         parts.append(f'<text x="{x_of(v) + 4:.1f}" y="{top + 34}">{name}</text>')
-    parts += [f'<circle cx="{x_of(v):.1f}" cy="{y_of(v):.1f}" r="{r:.1f}" fill="{COLOURS[c]}"/>' for c, v, r in dots]
+    parts += [
+        f'<circle cx="{x_of(v):.1f}" cy="{y_of(v):.1f}" r="{r:.1f}" fill="{COLOURS[c]}"/>' for c, v, r in dots
+    ]
     parts.append(f'<text x="{left + 182}" y="{top + 184}" text-anchor="end">{across}</text>')
     return "".join([*parts, f'<text x="{left + 8}" y="{top + 14}">{up}</text>'])
 
@@ -104,8 +116,9 @@ def save(name, title, drawing, loss, caption):
     heads = [*(f"class {c + 1}" for c in range(3)), f"L = {float(loss):.4f}"]
     words = "".join(f'<text x="{x + 2}" y="{y - 6}">{head}</text>' for (x, y), head in zip(CORNERS, heads))
     (HERE / f"{name}.svg").write_text(
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 400 430" role="img" font-family="Georgia,serif" '
-        f'font-size="13" fill="currentColor"><title>{title}</title><desc>{caption}</desc>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 400 430" role="img" '
+        f'font-family="Georgia,serif" font-size="13" fill="currentColor">'
+        f"<title>{title}</title><desc>{caption}</desc>"
         f"{frames}{words}{drawing}</svg>\n".replace("><", ">\n<"),
         encoding="utf-8",
     )
@@ -142,7 +155,11 @@ def cluster(tau=TAU):
 def attention(mode="documented", norm=False):
     """[A §6.3]: W_V = W_U = I, w = (1, 1), and LayerNorm off, which its numbers need."""
     cel = GatedAttCEL(3, DIM, SIGMA, mode, "trace", hidden=2, tau=TAU, eps=EPS).double()
-    cel.W_V.data, cel.W_U.data, cel.w.data = torch.eye(2).double(), torch.eye(2).double(), torch.ones(2).double()
+    cel.W_V.data, cel.W_U.data, cel.w.data = (
+        torch.eye(2).double(),
+        torch.eye(2).double(),
+        torch.ones(2).double(),
+    )
     cel.norm = cel.norm if norm else nn.Identity()
     return cel
 
@@ -152,7 +169,10 @@ def hinge(v, tau=TAU, eps=EPS):
 
 
 def draw():
-    dashed, solid = 'stroke="currentColor" stroke-dasharray="3 3"', 'stroke="currentColor" stroke-opacity=".75"'
+    dashed, solid = (
+        'stroke="currentColor" stroke-dasharray="3 3"',
+        'stroke="currentColor" stroke-opacity=".75"',
+    )
 
     cel = GMMCEL(3, DIM, SIGMA, components=2).double().eval()
     cel.refresh(Z, Y, generator=torch.Generator().manual_seed(0))
@@ -164,11 +184,13 @@ def draw():
         for c, k in pairs
     )  # fmt: skip
     dots = [(c, float(v), 2.5 + 9 * float(cel.weights[c, k])) for c, k in pairs for v in cel.covs[c, k]]
-    cost = curve(lambda v: 0.5 * math.log1p(v / SIGMA**2), dots, 0.02, "Σ_d, a component", "½ log(1 + Σ_d/σ²)")
+    cost = curve(
+        lambda v: 0.5 * math.log1p(v / SIGMA**2), dots, 0.02, "Σ_d, a component", "½ log(1 + Σ_d/σ²)"
+    )
     save("gmm_cel", "GMM CEL on the twelve points", shapes + points(g) + cost, loss,
-         "Two components a class. Solid: one standard deviation of a component in each dimension; dashed: the noise σ "
-         "it is weighed against. There is no threshold: every spread costs, and every point is pulled to the mean of "
-         "its component.")  # fmt: skip
+         "Two components a class. Solid: one standard deviation of a component in each dimension; "
+         "dashed: the noise σ it is weighed against. There is no threshold: every spread costs, and "
+         "every point is pulled to the mean of its component.")  # fmt: skip
 
     cel = cluster()
     loss, g = call(cel)
@@ -180,8 +202,9 @@ def draw():
     dots = [(c, float(v), 5) for c, v in enumerate((cel.weights * cel.variances).sum(1))]
     cost = curve(hinge, dots, 0.03, "v̂_c", "R(c)", ("τ", TAU))
     save("cluster_cel", "Cluster CEL on the twelve points", shapes + points(g) + cost, loss,
-         "[A §6.2], two clusters a class. Solid: the root of a cluster’s variance; dashed: the root of τ. Every point "
-         "is pulled to its own centre. A point that is a cluster by itself is not pulled and costs nothing.")  # fmt: skip
+         "[A §6.2], two clusters a class. Solid: the root of a cluster’s variance; dashed: the root of "
+         "τ. Every point is pulled to its own centre. A point that is a cluster by itself is not "
+         "pulled and costs nothing.")  # fmt: skip
 
     cel = attention("fit")
     seen = spy(cel, "note")
@@ -196,9 +219,9 @@ def draw():
     cost = curve(hinge, [(c, float(v_c[c]), 5) for c in range(3)], 0.03, "v_c", "R(c)", ("τ", TAU))
     save("gated_att_cel", "Gated attention CEL on the twelve points",
          shapes + points(g, 40 * alpha**1.5, hollow=far) + cost, loss,
-         "[A §6.3], LayerNorm off. Cross: the weighted mean; solid: the root of v_c; dashed: the root of τ; the size of "
-         "a point is its weight α. All are pulled to one mean, the far ones most. Hollow: farther than average. In "
-         "mode “documented” descent takes weight from those.")  # fmt: skip
+         "[A §6.3], LayerNorm off. Cross: the weighted mean; solid: the root of v_c; dashed: the root "
+         "of τ; the size of a point is its weight α. All are pulled to one mean, the far ones most. "
+         "Hollow: farther than average. In mode “documented” descent takes weight from those.")  # fmt: skip
 
     torch.manual_seed(0)
     cel = SlotCrossCEL(3, DIM, SIGMA, slots=2).double()
@@ -212,13 +235,17 @@ def draw():
         + cross(c, means[c, h, s]) for c, h, s in each
     )  # fmt: skip
     dots = [(c, float(v), 1.5 + 4 * float(weight[c, h, s])) for c, h, s in each for v in var[c, h, s]]
-    soft = lambda v: math.log1p(math.exp(SOFTPLUS_BETA * (math.log((v + cel.eps) / (cel.tau + cel.eps)) - MARGIN)))
-    cost = curve(lambda v: soft(v) / SOFTPLUS_BETA, dots, 0.06, "σ_s² of a dimension", "L_base", ("τ", cel.tau))
+    soft = lambda v: math.log1p(
+        math.exp(SOFTPLUS_BETA * (math.log((v + cel.eps) / (cel.tau + cel.eps)) - MARGIN))
+    )
+    cost = curve(
+        lambda v: soft(v) / SOFTPLUS_BETA, dots, 0.06, "σ_s² of a dimension", "L_base", ("τ", cel.tau)
+    )
     save("slot_cross_cel", "Slot CEL on the twelve points",
          shapes + points(g, square=[i for i in range(12) if i % 2]) + cost, loss,
-         "Two slots, before any training, mode “mixture”. Each class is dealt into halves, circles and squares. "
-         "Crosses: the slots’ means of one half; ellipses: the other half’s spread about them (dashed: of the circles). "
-         "A point is pulled to the means of the half it is not in.")  # fmt: skip
+         "Two slots, before any training, mode “mixture”. Each class is dealt into halves, circles and "
+         "squares. Crosses: the slots’ means of one half; ellipses: the other half’s spread about them "
+         "(dashed: of the circles). A point is pulled to the means of the half it is not in.")  # fmt: skip
 
     cel = DirectCEL(3, DIM, SIGMA, neighbourhood=1).double()
     grey = 0.5 + 0.8 * (Z - MIDDLE[Y])[:, :1]  # one pixel a picture, as bright as its point is far right
@@ -231,13 +258,14 @@ def draw():
         '<circle cx="{:.1f}" cy="{:.1f}" r="5" fill="{}"/>'.format(*put(t[i], guess[i]), COLOURS[Y[i]])
         for i in range(12)
     )
-    cost = f'<path d="M{left + 15} {top + 175}L{left + 175} {top + 15}" stroke="currentColor" stroke-opacity=".5"/>'
+    cost = f'<path d="M{left + 15} {top + 175}l160 -160" stroke="currentColor" stroke-opacity=".5"/>'
     cost += f'{spots}<text x="{left + 182}" y="{top + 184}" text-anchor="end">brightness</text>'
     save("direct_cel", "Direct CEL on the twelve points",
          points(g) + cost + f'<text x="{left + 8}" y="{top + 14}">its estimate W f</text>', loss,
-         "Here each point has a picture: one pixel, the brighter the farther right the point lies in its class. A linear "
-         "attacker estimates it from z + n (last panel; the line would be a perfect guess). Only what tells about the "
-         "picture is squeezed: the arrows are nearly level.")  # fmt: skip
+         "Here each point has a picture: one pixel, the brighter the farther right the point lies in "
+         "its class. A linear attacker estimates it from z + n (last panel; the line would be a "
+         "perfect guess). Only what tells about the picture is squeezed: the arrows are nearly "
+         "level.")  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------ worked examples
@@ -247,7 +275,10 @@ def row(where, what, printed, *computed, digits=4):
     """A line of the table; the mark says if the printed figures are the computed ones, rounded."""
     computed = [float(torch.as_tensor(v).detach()) for v in computed]
     numbers = re.findall(r"−?\d+\.\d+", printed)
-    near = [abs(float(p.replace("−", "-")) - v) <= 0.501 * 10.0 ** -len(p.split(".")[1]) for p, v in zip(numbers, computed)]
+    near = [
+        abs(float(p.replace("−", "-")) - v) <= 0.501 * 10.0 ** -len(p.split(".")[1])
+        for p, v in zip(numbers, computed)
+    ]
     text = ", ".join(f"{v + 0.0:.{digits}f}".replace("-", "−") for v in computed)
     return {"where": where, "what": what, "printed": printed, "computed": text, "agrees": all(near)}
 
@@ -291,7 +322,12 @@ def examples():
         row("6.3", "R(1) at τ = 0.002", "0.405", of(attention(), 0)),
         row("6.3", "R(2), R(3)", "", of(attention(), 1), of(attention(), 2)),
         row("6.3", "L at τ = 0.002", "", loss),
-        row("6.3", "α with LayerNorm on, “≈ identity”", "0.28, 0.26, 0.23, 0.23", *seen_normed["args"][3][order]),
+        row(
+            "6.3",
+            "α with LayerNorm on, “≈ identity”",
+            "0.28, 0.26, 0.23, 0.23",
+            *seen_normed["args"][3][order],
+        ),
     ]
     return rows
 

@@ -125,7 +125,7 @@ def test_a_wrong_flag_is_one_sentence_that_says_what_to_do(command):
 
 def test_epochs_and_rate_depend_on_whether_a_base_is_hardened(tmp_path):
     save_checkpoint(tmp_path)
-    assert [(a.epochs, a.lr) for a in (flags(""), flags("--init", tmp_path))] == [(10, 0.05), (3, 0.01)]
+    assert [(a.epochs, a.lr) for a in (flags(""), flags("--init", tmp_path))] == [(10, 0.02), (3, 0.01)]
     assert flags("--lr 0").lr == 0 and flags("--init", tmp_path, "--epochs", 7).epochs == 7
 
 
