@@ -102,7 +102,7 @@ def shapes():
 
 
 def again():
-    """The README's first command with three seeds, on another number of threads than the cells of `shapes`."""
+    """README's first command with three seeds, on another number of threads than the cells of `shapes`."""
     return {name: flags for name, flags in shapes().items() if name.startswith("gated")}
 
 

@@ -187,8 +187,8 @@ SECTIONS = [
      "what a run gives, not which loss is better. `clean` is a run without noise.",
      {"more": COST}, shapes_picture),
     ("again", "The first command on two threads",
-     "Rounding differs with the number of threads, and a run of 420 steps carries it far: compare with gated\n"
-     "above, which ran on one.", {"more": {}}),
+     "Rounding differs with the number of threads, and training carries it far: compare with gated above,\n"
+     "which ran on one.", {"more": {}}),
     ("cifar", "CIFAR-10: each method against more noise",
      "Networks of width 32, hardened by each method. A row is the setting that the rule in bench/grids.py\n"
      f"takes on validation accuracy; its gains are those of the method's whole curve. {JPEG}",
@@ -221,10 +221,10 @@ def fill_readme(page, root):
         methods = dict.fromkeys(r["method"] for r in found)
         rows = [[m, *figures(of := select(found, method=m), columns), str(len(of))] for m in methods]
         fill(page, "shapes", markdown(["method", *columns, "n"], rows))
-        accuracy, mse = ([r["figures"][key] for r in again] for key in ("accuracy", "mse"))
-        fill(page, "expect", f"Expect an accuracy of {100 * min(accuracy):.1f} to {100 * max(accuracy):.1f} %\n"
-             f"and an MSE of {min(mse):.3f} to {max(mse):.3f} on test images: {len(again)} runs, seeds 0 to 2\n"
-             "on one and on two threads.")  # fmt: skip
+        accuracy, mse = ([s * r["figures"][key] for r in again] for key, s in (("accuracy", 100), ("mse", 1)))
+        fill(page, "expect", f"Expect an accuracy of {min(accuracy):.1f} to {max(accuracy):.1f} %\n"
+             f"and an MSE of {min(mse):.3f} to {max(mse):.3f} on test images: {len(again)} runs,\n"
+             "seeds 0 to 2 on one and on two threads.")  # fmt: skip
 
 
 def report(root=ROOT):

@@ -440,7 +440,7 @@ def test_the_report_is_the_same_byte_for_byte_and_leaves_the_rest_of_the_page(ro
 
 
 def test_the_committed_pages_are_what_their_cells_make(tmp_path):
-    """Every number in RESULTS.md below its line, and README's first table and what to expect, come from cells."""
+    """The numbers in RESULTS.md below its line and in README's first table and sentence come from cells."""
     root = tmp_path / "bench"
     root.mkdir()
     if (tables.ROOT / "cells").exists():
