@@ -19,9 +19,9 @@ floor = 1, log(v_c + ε) is the entropy of the noisy feature, but for ½ and a c
 `mode` says where the gradient goes. The value of cel(z, y) is L in all three.
   "fit"          α is a constant for z. W_V, W_U and w maximise the likelihood of the class's noisy samples
                  under N(z̄_c, v_c + σ²). Its optimum is equal weights: L is in effect the plain class
-                 variance. The safe default, and the baseline of what attention could add.
+                 variance, and a far sample keeps its weight. The safe default.
   "adversarial"  z descends L while W_V, W_U and w ascend it: the worst-case spread that [A §6.3] describes.
-                 |α'| stays below 1, so that no sample weighs more than e² = 7.4 times another.
+                 A far sample gains weight, up to e² = 7.4 times another's, as |α'| stays below 1.
   "documented"   everything descends L: [A §4.4] ("trace"), or on the LayerNormed features [B] ("per_dim").
                  It collapses: ∂v/∂α'_j = α_j (||z_j − z̄||² − v), so descent takes weight from every sample
                  farther than average, until v_c is below τ, L = 0, and the encoder learns nothing.
@@ -93,11 +93,11 @@ class GatedAttCEL(nn.Module):
             s = v * u  # [B, h]
             # α' = wᵀ s                                                      (3e)
             logit = self.cap(s @ w)  # [B]; "adversarial": tanh of it
-            # α_i = exp(α'_i) / Σ_j exp(α'_j), j in the class of i           (3f)
             M = class_sum(ok.to(z.dtype), y, self.num_classes)  # [C]
             n = M + self.stored.clamp(max=self.memory.shape[1])  # [C] with the remembered ones
             # samples: blocks (z [G, k, D], class [G]), of the batch and of the memory; N logits, N classes
             samples, logit, c = self.with_memory(z_norm if self.on_norm else z, logit, y, ok, M, n)
+            # α_i = exp(α'_i) / Σ_j exp(α'_j), j in the class of i           (3f)
             alpha = class_softmax(logit, c, self.num_classes)  # [N]
 
             # z̄_c = Σ_i α_i z_i                                              [A §4.3] step 2
