@@ -221,7 +221,8 @@ def draw():
          shapes + points(g, 40 * alpha**1.5, hollow=far) + cost, loss,
          "[A §6.3], LayerNorm off. Cross: the weighted mean; solid: the root of v_c; dashed: the root "
          "of τ; the size of a point is its weight α. Arrows: the descent step with α fixed, α times the "
-         "distance. Hollow: farther than average. In mode “documented” descent takes weight from those.")  # fmt: skip
+         "distance. Hollow: farther than average. In mode “documented” descent takes weight from "
+         "those.")  # fmt: skip
 
     torch.manual_seed(0)
     cel = SlotCrossCEL(3, DIM, SIGMA, slots=2).double()
