@@ -221,10 +221,15 @@ def fill_readme(page, root):
         methods = dict.fromkeys(r["method"] for r in found)
         rows = [[m, *figures(of := select(found, method=m), columns), str(len(of))] for m in methods]
         fill(page, "shapes", markdown(["method", *columns, "n"], rows))
-        accuracy, mse = ([s * r["figures"][key] for r in again] for key, s in (("accuracy", 100), ("mse", 1)))
-        fill(page, "expect", f"Expect an accuracy of {min(accuracy):.1f} to {max(accuracy):.1f} %\n"
-             f"and an MSE of {min(mse):.3f} to {max(mse):.3f} on test images: {len(again)} runs,\n"
-             "seeds 0 to 2 on one and on two threads.")  # fmt: skip
+        thousandths = {
+            key: [round(1000 * r["figures"][key], 3) for r in again] for key in ("accuracy", "mse")
+        }
+        low = {key: math.floor(min(values)) for key, values in thousandths.items()}
+        high = {key: math.ceil(max(values)) for key, values in thousandths.items()}
+        accuracy = f"{low['accuracy'] / 10:.1f} to {high['accuracy'] / 10:.1f} %"
+        mse = f"{low['mse'] / 1000:.3f} to {high['mse'] / 1000:.3f} on test images"
+        runs = f"{len(again)} runs: seeds 0 to 2, on one and on two threads"
+        fill(page, "expect", f"Expect an accuracy of {accuracy} and an MSE of {mse}\n({runs}).")
 
 
 def report(root=ROOT):
