@@ -25,7 +25,7 @@ METHODS = {
     "cluster": ("lambda", "--surrogate cluster --lambd {0}", (0.3, 1), (0.3, 0.6, 1.2)),
     "released": ("lambda", f"--surrogate {RELEASED} --lambd {{0}}", (16, 64), (16, 32, 64)),
     "gated": ("lambda", "--surrogate gated --lambd {0}", (2, 8), (2, 4, 8)),
-    "slot": ("lambda", "--surrogate slot --lambd {0}", (5, 20), (5, 10, 20)),
+    "slot": ("lambda", "--surrogate slot --lambd {0}", (2, 8), (2, 4, 8)),
     "slot_image": ("lambda", f"--surrogate {ON_IMAGE} --lambd {{0}}", (0.3, 1), (0.3, 0.6, 1.2)),
     "direct": ("lambda", "--surrogate direct --lambd {0}", (0.3, 1), (0.3, 0.6, 1.2)),
     "direct+cluster": ("lambda", "--surrogate direct+cluster --lambd {0}+{0}", (0.3, 1), (0.15, 0.3, 0.6)),
