@@ -271,7 +271,9 @@ def inspect_run(net, defense, splits, args):
     if args.attack:
         images = attacker_images(splits, args.attacker_data, args.seed)
         results["attacks"], results["strongest"], pictures = attack(victim, images, args, progress)
+    progress("audit", 0.0)
     results["leakage"] = leakage(victim, splits, args.seed)
+    progress("audit", 1.0)
     results["encoder"] = encoder_cost(net.encoder, splits.train.x.shape[-1])
     results["seconds"] = {"attack": time.perf_counter() - start}
     return results, pictures
