@@ -101,9 +101,8 @@ def attacker_images(splits, which="train", seed=0):
 def decoder_attack(victim, images, args, progress, known, make_term=None):
     """-> (reconstruct, facts): reconstruct(z') decodes what was sent. `known`: of earlier attackers."""
     image_size = images.fit.x.shape[-1]
-    straight = victim.features(
-        images.fit.x
-    )  # a picture passes the encoder twice in all: as it is and mirrored
+    # a picture passes the encoder twice in all: as it is and mirrored
+    straight = victim.features(images.fit.x)
     mirrored = victim.features(images.fit.x.flip(-1))
     decoder = Decoder(straight.shape[1:], image_size, *args.attack_size)
     decoder = decoder.to(straight.device, memory_format=torch.channels_last)
@@ -195,9 +194,8 @@ def whitebox_attack(victim, images, args, progress, known):
             guess = reconstruct_decoder(sent)
             near = WHITEBOX_NEAR + guess[0].numel() / sent[0].numel() * sigma**2 / facts["stop_mse"]
             starts.append(guess)
-        u = torch.logit(
-            torch.cat(starts).clamp(0.01, 0.99)
-        ).requires_grad_()  # x = sigmoid(u) stays in (0, 1)
+        # x = sigmoid(u) stays in (0, 1)
+        u = torch.logit(torch.cat(starts).clamp(0.01, 0.99)).requires_grad_()
         target, guess = sent.repeat(len(starts), 1, 1, 1), guess.repeat(len(starts), 1, 1, 1)
         optimizer = torch.optim.Adam([u], WHITEBOX_LR)
         for step in range(WHITEBOX_STEPS):

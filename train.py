@@ -229,9 +229,8 @@ class Run:
             if due >= 0 and due % args.refresh_every == 0:
                 self.refresh()
             row["val_accuracy"] = accuracy(self.net, self.victim, self.splits.val)
-            self.spread = (
-                [*self.spread[:1], spread_per_class(self.victim, self.splits.val)] if self.cels else []
-            )
+            if self.cels and self.epoch in (0, args.epochs - 1):  # what spread.png shows
+                self.spread.append(spread_per_class(self.victim, self.splits.val))
             row["seconds"] = time.perf_counter() - start
             self.log.append(row)
             self.seconds += row["seconds"]

@@ -36,9 +36,7 @@ class Victim:
 
     def send(self, z, looks=1):
         """z' = wire(z + n), fresh noise on every call; the mean of `looks` transmissions."""
-        sent = self.wire(cem.channel(z, self.sigma) if self.sigma else z)
-        for _ in range(looks - 1):
-            sent = sent + self.wire(cem.channel(z, self.sigma) if self.sigma else z)
+        sent = sum(self.wire(cem.channel(z, self.sigma) if self.sigma else z) for _ in range(looks))
         return sent / looks if looks > 1 else sent
 
     def fingerprint(self):
@@ -62,8 +60,9 @@ def accuracy(net, victim, images):
 
 def leakage(victim, splits, seed):
     """The audit of cem.py on a run's images, and dFIL -> a dict for results.json."""
+    nothing = dict.fromkeys(("bits", "stderr", "floor_factor", "dfil", "dfil_stderr"))
     if not victim.sigma:
-        return {"bits": None, "stderr": None, "floor_factor": None, "dfil": None, "dfil_stderr": None}
+        return nothing
     dim = victim.features(splits.test.x[:1]).numel()
     generator = torch.Generator().manual_seed(seed)
 
@@ -78,7 +77,7 @@ def leakage(victim, splits, seed):
     test = splits.test[torch.tensor([h not in known for h in image_hashes(splits.test)], dtype=torch.bool)]
     if len(test) < 2:
         say("the leakage audit needs test images that are not among the training images: left out")
-        return {"bits": None, "stderr": None, "floor_factor": None, "dfil": None, "dfil_stderr": None}
+        return nothing
     test = sample(test)
     z_fit, z_test = victim.features(fit.x).cpu(), victim.features(test.x).cpu()
     bits, stderr = cem.leakage_bits(z_fit, fit.y, z_test, victim.sigma, generator)

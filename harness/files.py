@@ -91,7 +91,7 @@ class Progress:
     def __init__(self):
         self.start, self.live, self.label, self.shown = time.perf_counter(), sys.stdout.isatty(), None, -1.0
 
-    def __call__(self, label, done, note=""):
+    def __call__(self, label, done):
         if not parallel.is_first():
             return
         if label != self.label:
@@ -101,7 +101,7 @@ class Progress:
         self.shown = done
         used = time.perf_counter() - self.start
         left = used * (1 / done - 1) if done else 0
-        line = f"{label:8} {100 * done:3.0f} %  {used:4.0f} s, {left:4.0f} s left {note}"
+        line = f"{label:8} {100 * done:3.0f} %  {used:4.0f} s, {left:4.0f} s left"
         print(
             "\r" + line.ljust(78) if self.live else line,
             end="" if self.live and done < 1 else "\n",

@@ -14,7 +14,7 @@ from harness.files import UserError, read_checkpoint, read_ours
 from harness.parts import FLAGS
 from harness.split_net import UNITS
 
-# λ, γ and the warm-up epochs of each surrogate; bench/RESULTS.md says how they were chosen
+# λ, γ and the warm-up epochs of each surrogate: starting values, to be chosen anew for other images
 DEFAULTS = {
     "gmm": (0.0008, 1.0, 1),
     "cluster": (0.2, 1.0, 1),
