@@ -96,9 +96,9 @@ def fit_decoder(decoder, pairs, stop_pairs, epochs, steps, lr, progress=lambda d
     """Adam on ‖D(z') − x‖² over `pairs()`, batches of (z', x); keeps the epoch best on `stop_pairs()`.
 
     epochs = a number: the rate rises over the first tenth of them, then falls along a cosine. epochs =
-    "auto": it rises over a tenth of the first and stays until the stop error fell by less than 1 % in the last
-    quarter of the epochs (CEILING at most), then falls along a cosine for half as many epochs again.
-    `term(D(z'), x)` is added to the loss if given. -> facts: epochs, best_epoch, stop_mse, converged, history.
+    "auto": it rises over a tenth of the first and stays until the stop error fell by less than 1 % in the
+    last quarter of the epochs (CEILING at most), then falls along a cosine for half as many epochs again.
+    `term(D(z'), x)` is added to the loss if given. -> epochs, best_epoch, stop_mse, converged, history.
     """
     optimizer = torch.optim.Adam(decoder.parameters(), lr)
     auto, warmup = epochs == "auto", 0.1 * (1 if epochs == "auto" else epochs)
