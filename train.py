@@ -36,7 +36,7 @@ from harness.monitor import (
 )
 from harness.options import REFRESHED, parse_flags, training_settings
 from harness.parts import load_network, make_network, make_surrogates
-from harness.split_net import SplitNet
+from harness.split_net import SplitNet, apply
 
 MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4  # of the network's SGD; the paper's
 SURROGATE_LR = (
@@ -123,12 +123,12 @@ class Run:
             self.optimizer.zero_grad(set_to_none=True)
 
             # z = F_e(x)                                              the encoder, on the device
-            z = net.encoder(x)
+            z = apply(net.encoder, x, args.precision)
             z_cut = z.detach().requires_grad_()
             # z' = wire(z + n),  n ~ N(0, σ²I)                        what is sent
             sent = defense.wire(cem.channel(z_cut, args.sigma) if args.sigma else z_cut)
             # L_D = cross-entropy(server(z'), y) + the defence's own terms
-            logits = net.server(sent)
+            logits = apply(net.server, sent, args.precision)
             loss_d = F.cross_entropy(logits, y, label_smoothing=args.label_smoothing)
             loss_d = loss_d + defense.loss(x, z_cut, sent)
             # (i) λ·r(η)·γ·∂L_CEL/∂z, and γ·g_CEL for the surrogate's own parameters

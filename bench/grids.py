@@ -42,7 +42,8 @@ ATTACKERS = {
     "size8x64": "--attack-size 8x64",  # the paper's
     "looks10": "--looks 10",
 }
-RECIPE = "--dataset cifar10 --width {} --epochs {} --lr 0.1 --label-smoothing 0.1"
+BF16 = "--precision bfloat16"  # 1.8 times the speed at width 32
+RECIPE = f"--dataset cifar10 --width {{}} --epochs {{}} --lr 0.1 --label-smoothing 0.1 {BF16}"
 EPOCHS, HARDENING = {32: 20, 16: 12}, 2  # by width; of a base, and behind it
 SMALL_BATCH = ("batch_size=32,memory=0", "batch_size=32,memory=32", "batch_size=512")
 PARTS = ("cross_attention", "per_dim_gate", "snr_gate", "slot_mass", "class_gate")
@@ -82,7 +83,8 @@ def points(methods=METHODS):
 
 def harden(width, seed):
     # every flag that has another default with --init is given, so that `settings` needs no trained base
-    return f"--init BASE/w{width}-seed{seed} --epochs {HARDENING} --lr 0.01 --warmup 0 --attack-epochs auto"
+    own = f"--epochs {HARDENING} --lr 0.01 --warmup 0 --attack-epochs auto {BF16}"
+    return f"--init BASE/w{width}-seed{seed} {own}"
 
 
 def scratch(width, seed):

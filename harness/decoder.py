@@ -6,11 +6,13 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from harness.files import UserError
+from harness.split_net import apply
 
 COARSE = 8  # most cells a side of the decoder's coarse picture
-CEILING = 60  # most epochs before the rate of an attacker of "auto" falls
+CEILING = 60  # most epochs of an attacker of "auto"
 
 
 class Residual(nn.Module):
@@ -92,56 +94,50 @@ class Decoder(nn.Module):
         return torch.sigmoid(self.layers(z) + self.coarse(z))
 
 
-def fit_decoder(decoder, pairs, stop_pairs, epochs, steps, lr, progress=lambda done: None, term=None):
+def fit_decoder(
+    decoder, pairs, stop_pairs, epochs, steps, lr, progress=lambda done: None, term=None, precision="float32"
+):
     """Adam on ‖D(z') − x‖² over `pairs()`, batches of (z', x); keeps the epoch best on `stop_pairs()`.
 
     epochs = a number: the rate rises over the first tenth of them, then falls along a cosine. epochs =
-    "auto": it rises over a tenth of the first and stays until the stop error fell by less than 1 % in the
-    last quarter of the epochs (CEILING at most), then falls along a cosine for half as many epochs again.
-    `term(D(z'), x)` is added to the loss if given. -> epochs, best_epoch, stop_mse, converged, history.
+    "auto": it rises over a tenth of the first and stays. Then the attacker is the mean of its weights over
+    the last ninth of its steps or so, which is as good as a rate that falls and needs no end to fall to; it
+    stops when the stop error is `flat`, at CEILING otherwise. `term(D(z'), x)` is added to the loss if given.
+    -> epochs, best_epoch, stop_mse, converged, history.
     """
-    optimizer = torch.optim.Adam(decoder.parameters(), lr)
-    auto, warmup = epochs == "auto", 0.1 * (1 if epochs == "auto" else epochs)
-    fall_from, end = (math.inf, CEILING) if auto else (0.0, epochs)  # in epochs
-    history, best_state, converged = [], None, None
-    while len(history) < end:
-        done = len(history)
+    optimizer, auto = torch.optim.Adam(decoder.parameters(), lr), epochs == "auto"
+    # θ̄ ← θ̄ + 9 / (t + 9) · (θ − θ̄), BatchNorm's averages included
+    mean = AveragedModel(decoder, avg_fn=lambda old, new, t: old + 9 / (t + 9) * (new - old), use_buffers=True)
+    judged, end, rise = (mean.module, CEILING, 0.1) if auto else (decoder, epochs, 0.1 * epochs)
+    history, best_state = [], None
+    while len(history) < end and not (auto and flat(history)):
         decoder.train()
         for i, (sent, x) in enumerate(pairs()):
-            now = done + i / steps
-            fall = (
-                0.5 * (1 + math.cos(math.pi * (now - fall_from) / (end - fall_from)))
-                if now > fall_from
-                else 1.0
-            )
-            optimizer.param_groups[0]["lr"] = lr * fall * min(1.0, (now + 1 / steps) / warmup)
-            reconstruction = decoder(sent)
+            now = len(history) + i / steps  # in epochs
+            fall = 1.0 if auto else 0.5 * (1 + math.cos(math.pi * now / end))
+            optimizer.param_groups[0]["lr"] = lr * fall * min(1.0, (now + 1 / steps) / rise)
+            reconstruction = apply(decoder, sent, precision)
             loss = F.mse_loss(reconstruction, x)
             loss = loss + term(reconstruction, x) if term else loss
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            if auto:
+                mean.update_parameters(decoder)
             progress((now + 1 / steps) / end)
-        decoder.eval()
+        judged.eval()
         with torch.no_grad():
-            errors = [(F.mse_loss(decoder(sent), x) * len(x), len(x)) for sent, x in stop_pairs()]
+            errors = [(F.mse_loss(judged(sent), x) * len(x), len(x)) for sent, x in stop_pairs()]
         history.append((sum(e for e, _ in errors) / sum(n for _, n in errors)).item())
         if not math.isfinite(history[-1]):
             raise UserError(f"the attacker diverged in its epoch {len(history)}; give it more images.")
         if history[-1] == min(history):
-            best_state = copy.deepcopy(decoder.state_dict())
-        if auto and fall_from == math.inf and (flat(history) or len(history) == CEILING):
-            converged, fall_from = flat(history), len(history)
-            end = fall_from + math.ceil(fall_from / 2)
+            best_state = copy.deepcopy(judged.state_dict())
     decoder.load_state_dict(best_state)
+    decoder.eval()
     best = min(range(len(history)), key=history.__getitem__)
-    facts = {
-        "epochs": len(history),
-        "best_epoch": best + 1,
-        "stop_mse": history[best],
-        "converged": converged,
-    }
-    return {**facts, "history": history}  # of the stop error, an epoch each
+    facts = {"epochs": len(history), "best_epoch": best + 1, "stop_mse": history[best]}
+    return {**facts, "converged": flat(history) if auto else None, "history": history}  # an epoch each
 
 
 def flat(history):

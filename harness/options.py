@@ -141,6 +141,7 @@ def make_parser():
     add("--label-smoothing", type=number(0, 0.9), default=0.0, help="of the cross-entropy; 0.1 lifts the accuracy of long runs")
     add("--seed", type=count(0, 2**31 - 1), default=0, help="decides images drawn, splits, weights, order and noise")
     add("--device", default="auto", help="auto, cpu, cuda or mps")
+    add("--precision", default="float32", choices=("float32", "bfloat16"), help="of the networks' convolutions in training; bfloat16: up to 1.8x faster, if the CPU knows it")
     add = p.add_argument_group("privacy").add_argument
     add("--surrogate", type=names(DEFAULTS, "surrogates"), default="none", help="which conditional-entropy loss, or several joined by +")
     add("--sigma", type=sigma, default=0.1, help="standard deviation of the channel noise")

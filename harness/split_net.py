@@ -108,6 +108,12 @@ class SplitNet(nn.Module):
         )
 
 
+def apply(module, x, precision):
+    """module(x); its convolutions in bfloat16 if `precision` says so, weights and result as they were."""
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+        return module(x).to(x.dtype)
+
+
 @contextmanager
 def evaluating(encoder, image_size):
     """One black image on the encoder's device, with the encoder in eval mode and no gradients meanwhile."""

@@ -32,7 +32,7 @@ quiet = lambda done: None
 
 def options(**changes):
     """The flags of the attack group."""
-    settings = {"attack": ["decoder"], "attack_size": [1, 8], "attack_epochs": 2, "looks": 1, "seed": 0}
+    settings = {"attack": ["decoder"], "attack_size": [1, 8], "attack_epochs": 2, "looks": 1, "seed": 0, "precision": "float32"}
     return SimpleNamespace(**{**settings, **changes})
 
 
@@ -334,24 +334,40 @@ def test_flat_means_less_than_one_percent_in_the_last_quarter(history, is_flat):
     assert flat(history) is is_flat
 
 
-def test_an_automatic_attack_ends_when_it_is_flat():
-    """Pulled to 1 and there from about the tenth epoch on; half as many epochs again at a falling rate."""
+def test_an_automatic_attack_ends_when_it_is_flat_and_is_the_mean_of_its_weights():
+    """Pulled to 1 by noisy pairs: the point itself trembles, its mean over the last steps hardly does."""
     torch.manual_seed(0)
-    pairs = lambda: [(torch.zeros(20, 1), 1 + torch.randn(20, 1))] * 4
-    stop = [(torch.zeros(500, 1), 1 + torch.randn(500, 1))]
-    facts = fit_decoder(Point(), pairs, lambda: stop, "auto", 4, 0.05)
-    assert facts["converged"] is True and facts["epochs"] < decoder_module.CEILING
+    pairs = lambda: [(torch.zeros(20, 1), 1 + torch.randn(20, 1)) for _ in range(8)]
+    stop, point, seen = [(torch.zeros(1, 1), torch.ones(1, 1))], Point(), []
+    facts = fit_decoder(point, pairs, lambda: seen.append(point.value.item()) or stop, "auto", 8, 0.2)
     history = facts["history"]
-    fell_from = next(n for n in range(1, len(history)) if flat(history[:n]))
-    assert len(history) == facts["epochs"] == fell_from + math.ceil(fell_from / 2)
-    assert facts["stop_mse"] == min(history) == pytest.approx(1, abs=0.15)
+    assert facts["converged"] is True and facts["epochs"] == len(history) < decoder_module.CEILING
+    assert flat(history) and not any(flat(history[:n]) for n in range(len(history)))
+    assert facts["stop_mse"] == min(history) == pytest.approx((point.value.item() - 1) ** 2)
+    last = [(at - 1) ** 2 for at in seen[len(seen) // 2 :]]
+    assert min(history) < 0.2 * sum(last) / len(last)
 
 
-def test_an_automatic_attack_that_never_flattens_says_so(monkeypatch):
-    monkeypatch.setattr(decoder_module, "CEILING", 9)
-    pairs = lambda: [(torch.zeros(2, 1), torch.full((2, 1), 100.0))] * 2
-    facts = fit_decoder(Point(), pairs, pairs, "auto", 2, 0.5)
-    assert facts["converged"] is False and facts["epochs"] == 9 + 5 == facts["best_epoch"]
+def test_the_mean_of_an_automatic_attack_is_the_recursion_and_at_a_constant_rate():
+    """θ̄ ← θ̄ + 9 / (t + 9) (θ − θ̄), in a loop of its own"""
+    rates, path, step = [], [], torch.optim.Adam.step
+    with pytest.MonkeyPatch.context() as patch:
+
+        def remember(self, *args):
+            step(self, *args)
+            rates.append(self.param_groups[0]["lr"]), path.append(self.param_groups[0]["params"][0].item())
+
+        patch.setattr(torch.optim.Adam, "step", remember)
+        patch.setattr(decoder_module, "CEILING", 3)
+        pairs = lambda: [(torch.zeros(2, 1), torch.full((2, 1), 100.0))] * 20
+        point = Point()
+        facts = fit_decoder(point, pairs, pairs, "auto", 20, 0.5)
+    mean = path[0]
+    for t, at in enumerate(path[1:], 1):
+        mean = mean + 9 / (t + 9) * (at - mean)
+    assert point.value.item() == pytest.approx(mean, rel=1e-5)
+    assert facts["converged"] is False and facts["epochs"] == 3 == facts["best_epoch"]
+    assert rates == pytest.approx([0.25] + [0.5] * 59)  # up over a tenth of the first epoch, then constant
 
 
 # ------------------------------------------------------------ the images

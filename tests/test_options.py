@@ -167,6 +167,7 @@ OTHER = {
     "lr": "0.0500000001",
     "schedule": "steps",
     "label_smoothing": "0.1",
+    "precision": "bfloat16",
     "seed": "1",
     "surrogate": "gated",
     "sigma": "0.10000001",

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from conftest import seeded
 from torch import nn
 
-from harness.split_net import UNITS, SplitNet, count_flops, count_params, feature_shape, latency_ms
+from harness.split_net import UNITS, SplitNet, apply, count_flops, count_params, feature_shape, latency_ms
 
 CUTS = [(arch, cut) for arch in UNITS for cut in range(1, len(UNITS[arch]))]
 
@@ -222,3 +222,12 @@ WRONG = [
 def test_mistakes_are_one_sentence(kwargs, word):
     with pytest.raises(ValueError, match=rf"^[^\n]*{word}[^\n]*\.$"):
         SplitNet(**kwargs)
+
+
+def test_bfloat16_computes_about_the_same_and_leaves_weights_and_result_in_float32():
+    net, x = SplitNet(width=8).eval(), torch.rand(4, 3, 32, 32)
+    exact, half = (apply(net.encoder, x, precision) for precision in ("float32", "bfloat16"))
+    assert torch.equal(exact, net.encoder(x)) and half.dtype == torch.float32
+    assert 0 < (half - exact).abs().max() < 0.02  # 8 bits of a sigmoid in (0, 1)
+    half.sum().backward()
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in net.encoder.parameters())
