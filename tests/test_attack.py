@@ -762,4 +762,4 @@ def test_an_attacker_that_did_not_converge_is_named(trained, tmp_path, monkeypat
     monkeypatch.setattr(decoder_module, "CEILING", 2)
     run = shutil.copytree(trained("--attack none --defense dropout"), tmp_path / "run")
     assert go(run, "--attack-epochs", "auto", main=attack.main) == 0
-    assert "decoder was still improving when it reached its limit of 3 epochs" in capsys.readouterr().out
+    assert "decoder was still improving when it reached its limit of 2 epochs" in capsys.readouterr().out

@@ -119,13 +119,16 @@ stop()
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     """{name: [what the first process saw, what the second saw]}, and the folder of the runs"""
-    folder = tmp_path_factory.mktemp("clients")
-    (folder / "client.py").write_text(CLIENT.replace("SHAPES\n", f"{SHAPES}\n"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [folder / "client.py", folder, json.dumps(RUNS), " ".join(TINY)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=env, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    for _ in range(2):  # torch's own threads now and then abort a process as it ends, but not twice in a row
+        folder = tmp_path_factory.mktemp("clients")
+        (folder / "client.py").write_text(CLIENT.replace("SHAPES\n", f"{SHAPES}\n"))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        command += [str(folder / "client.py"), str(folder), json.dumps(RUNS), " ".join(TINY)]
+        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+        if "SIGABRT" not in done.stderr:
+            break
+    assert done.returncode == 0, done.stderr
     load = lambda name, rank: torch.load(folder / f"{name}-{rank}.pt", weights_only=True)
     return {name: [load(name, 0), load(name, 1)] for name in (*RUNS, "helpers")}, folder
 
