@@ -12,7 +12,7 @@ from harness.files import UserError
 from harness.split_net import apply
 
 COARSE = 8  # most cells a side of the decoder's coarse picture
-CEILING = 60  # most epochs of an attacker of "auto"
+CEILING = 60  # most epochs before the rate of an attacker of "auto" falls
 
 
 class Residual(nn.Module):
@@ -100,22 +100,28 @@ def fit_decoder(
     """Adam on ‖D(z') − x‖² over `pairs()`, batches of (z', x); keeps the epoch best on `stop_pairs()`.
 
     epochs = a number: the rate rises over the first tenth of them, then falls along a cosine. epochs =
-    "auto": it rises over a tenth of the first and stays. Then the attacker is the mean of its weights over
-    the last ninth of its steps or so, which is as good as a rate that falls and needs no end to fall to; it
-    stops when the stop error is `flat`, at CEILING otherwise. `term(D(z'), x)` is added to the loss if given.
+    "auto": it rises over a tenth of the first and stays until the stop error is `flat`, for CEILING epochs at
+    most, then falls along a cosine for half as many again. The attacker is then the mean of its weights over
+    the last ninth of its steps or so: at a constant rate the weights tremble, and their own error looks flat
+    long before that of their mean is. `term(D(z'), x)` is added to the loss if given.
     -> epochs, best_epoch, stop_mse, converged, history.
     """
     optimizer, auto = torch.optim.Adam(decoder.parameters(), lr), epochs == "auto"
     # θ̄ ← θ̄ + 9 / (t + 9) · (θ − θ̄), BatchNorm's averages included
-    mean = AveragedModel(decoder, avg_fn=lambda old, new, t: old + 9 / (t + 9) * (new - old), use_buffers=True)
-    judged, end, rise = (mean.module, CEILING, 0.1) if auto else (decoder, epochs, 0.1 * epochs)
-    history, best_state = [], None
-    while len(history) < end and not (auto and flat(history)):
+    mean = AveragedModel(
+        decoder, avg_fn=lambda old, new, t: old + 9 / (t + 9) * (new - old), use_buffers=True
+    )
+    judged, rise = (mean.module, 0.1) if auto else (decoder, 0.1 * epochs)
+    fall_from, end = (CEILING, math.ceil(1.5 * CEILING)) if auto else (0, epochs)
+    history, best_state, converged = [], None, False if auto else None
+    while len(history) < end:
         decoder.train()
         for i, (sent, x) in enumerate(pairs()):
             now = len(history) + i / steps  # in epochs
-            fall = 1.0 if auto else 0.5 * (1 + math.cos(math.pi * now / end))
-            optimizer.param_groups[0]["lr"] = lr * fall * min(1.0, (now + 1 / steps) / rise)
+            fallen = max(0, now - fall_from) / (end - fall_from)
+            optimizer.param_groups[0]["lr"] = (
+                lr * 0.5 * (1 + math.cos(math.pi * fallen)) * min(1.0, (now + 1 / steps) / rise)
+            )
             reconstruction = apply(decoder, sent, precision)
             loss = F.mse_loss(reconstruction, x)
             loss = loss + term(reconstruction, x) if term else loss
@@ -133,11 +139,13 @@ def fit_decoder(
             raise UserError(f"the attacker diverged in its epoch {len(history)}; give it more images.")
         if history[-1] == min(history):
             best_state = copy.deepcopy(judged.state_dict())
+        if auto and len(history) <= CEILING and not converged and flat(history):
+            converged, fall_from, end = True, len(history), math.ceil(1.5 * len(history))
     decoder.load_state_dict(best_state)
     decoder.eval()
     best = min(range(len(history)), key=history.__getitem__)
     facts = {"epochs": len(history), "best_epoch": best + 1, "stop_mse": history[best]}
-    return {**facts, "converged": flat(history) if auto else None, "history": history}  # an epoch each
+    return {**facts, "converged": converged, "history": history}  # an epoch each
 
 
 def flat(history):
