@@ -71,13 +71,13 @@ class DirectCEL(nn.Module):
             # t_i and f_i without their class mean, 0 in rows that are left out
             z = centred(flat, group, M, ok).unflatten(1, (c, h, w))  # [B, c, h, w]
             x = centred(x.nan_to_num(0, 0, 0), group, M, ok)  # [B, 3·H·W]
-            t = x.unflatten(1, (3, h, p, w, p)).permute(0, 1, 3, 5, 2, 4).flatten(1, 3)  # [B, p_t, h, w]
+            t = x.unflatten(1, (3, h, p, w, p)).permute(1, 3, 5, 0, 2, 4).flatten(0, 2)  # [p_t, B, h, w]
             f = neighbourhoods(z.detach(), k)  # [q, n]
             # W = Σ_tf (Σ_ff + σ²I)⁻¹
-            S_ff, S_ft = f @ f.T / n, f @ columns(t).T / n  # [q, q], [q, p_t]
+            S_ff, S_ft = f @ f.T / n, f @ t.flatten(1).T / n  # [q, q], [q, p_t]
             W = torch.cholesky_solve(S_ft, cholesky(S_ff, sigma2, S_ff.trace())).T  # [p_t, q]
             # W f, all over the map a convolution of z: here z gets its gradient
-            Wf = F.conv2d(z, W.unflatten(1, (c, k, k)), padding=k // 2)  # [B, p_t, h, w]
+            Wf = F.conv2d(z, W.unflatten(1, (c, k, k)), padding=k // 2).transpose(0, 1)  # [p_t, B, h, w]
             # E = mean (W f − t)(W f − t)ᵀ + σ² W Wᵀ, first its trace and that of Σ_tt
             tr_tt = t.square().sum() / n + len(W) * ROUNDING
             tr_E = F.mse_loss(Wf, t, reduction="sum") / n + sigma2 * W.square().sum() + len(W) * ROUNDING
@@ -85,7 +85,7 @@ class DirectCEL(nn.Module):
                 # L = log( tr Σ_tt / tr E )
                 loss = torch.log(tr_tt / tr_E)
             else:
-                t, r = columns(t), columns(Wf - t)  # [p_t, n] each
+                t, r = t.flatten(1), (Wf - t).flatten(1)  # [p_t, n] each
                 E = r @ r.T / n + sigma2 * W @ W.T  # [p_t, p_t]
                 # L = ½ log( |Σ_tt| / |E| ), and ½ log of a determinant is Σ log of its factor's diagonal
                 root_tt, root_E = cholesky(t @ t.T / n, ROUNDING, tr_tt), cholesky(E, ROUNDING, tr_tt)
@@ -133,14 +133,9 @@ def centred(v, group, M, ok):
 def neighbourhoods(z, k):
     """f [c·k², B·h·w]: the k×k cells around each cell of z [B, c, h, w], 0 outside the map."""
     h, w = z.shape[2:]
-    wide = F.pad(z, [k // 2] * 4)  # [B, c, h+k−1, w+k−1]
+    wide = F.pad(z.transpose(0, 1), [k // 2] * 4)  # [c, B, h+k−1, w+k−1]
     around = [wide[:, :, i : i + h, j : j + w] for i in range(k) for j in range(k)]
-    return columns(torch.stack(around, 2).flatten(1, 2))
-
-
-def columns(v):
-    """[B, d, h, w] -> [d, B·h·w]"""
-    return v.transpose(0, 1).flatten(1)
+    return torch.stack(around, 1).flatten(2).flatten(0, 1)
 
 
 def cholesky(S, floor, scale):

@@ -99,13 +99,14 @@ class GatedAttCEL(nn.Module):
             samples, logit, c = self.with_memory(z_norm if self.on_norm else z, logit, y, ok, M, n)
             # α_i = exp(α'_i) / Σ_j exp(α'_j), j in the class of i           (3f)
             alpha = class_softmax(logit, c, self.num_classes)  # [N]
+            both = torch.stack([alpha, (logit > -torch.inf) / n.clamp(min=1)[c]])  # [2, N] α, and 1/n of each
 
             # z̄_c = Σ_i α_i z_i                                              [A §4.3] step 2
-            mean = weighted_sum(alpha, [(z_i.detach(), k) for z_i, k in samples], self.num_classes)  # [C, D]
+            mean, plain = weighted_sum(both, [(z_i.detach(), k) for z_i, k in samples], self.num_classes)
             # v_c = Σ_i α_i ||z_i − z̄_c||²                                   [A §4.3] step 3
-            fixed = mean.detach()[:, None]  # ∂v_c/∂z̄ = −2 Σ α (z − z̄) = 0
-            square = [((z_i - fixed[k]).square(), k) for z_i, k in samples]
-            v_c = weighted_sum(alpha.detach() if self.mode == "fit" else alpha, square, self.num_classes)
+            fixed = mean.detach()[:, None]  # [C, 1, D]; ∂v_c/∂z̄ = −2 Σ α (z − z̄) = 0
+            square = [((z_i - fixed[k]).square_(), k) for z_i, k in samples]
+            (v_c,) = weighted_sum((alpha.detach() if self.mode == "fit" else alpha)[None], square, len(mean))
             if self.variance == "trace":
                 v_c = v_c.sum(1, keepdim=True)  # [C, D] -> [C, 1]
             # R(c) = max(0, log(v_c + ε) − log(τ + ε))                       [A §4.3] step 4
@@ -116,20 +117,18 @@ class GatedAttCEL(nn.Module):
 
             self.note(loss, beta, v_c, alpha, n, c)
             if self.mode == "fit" and torch.is_grad_enabled():
-                equal = (logit > -torch.inf) / n.clamp(min=1)[c]  # [N]
-                nll = (beta * self.misfit(alpha, equal, mean, samples, square)).sum()
+                nll = (beta * self.misfit(both, mean, plain, square)).sum()
                 loss = loss + (nll - nll.detach())  # the value of L; W_V, W_U, w get the gradient of nll
             if self.training and self.memory.numel() > 0:
                 self.remember(z, y, ok, M)
             return loss
 
-    def misfit(self, alpha, equal, mean, samples, square):
+    def misfit(self, both, mean, plain, square):
         """−log N(z + n; z̄_c, v_c + σ²), its mean over n ~ N(0, σ²), a class's samples and dimensions: [C]."""
-        samples, square = ([(x.detach(), k) for x, k in blocks] for blocks in (samples, square))
-        total = weighted_sum(alpha, square, self.num_classes) + self.sigma**2  # v_c + σ²  [C, D]
+        total, error = weighted_sum(both, [(x.detach(), k) for x, k in square], len(mean))  # [C, D] each
         # The mean of (z + n − z̄)²; its gradient is that of (plain mean − z̄)².
-        shift = (weighted_sum(equal, samples, self.num_classes) - mean).square()
-        error = weighted_sum(equal, square, self.num_classes) + (shift - shift.detach()) + self.sigma**2
+        shift = (plain - mean).square()
+        total, error = total + self.sigma**2, error + (shift - shift.detach()) + self.sigma**2  # v_c + σ²
         if self.variance == "trace":
             total, error = total.mean(1, keepdim=True), error.mean(1, keepdim=True)  # [C, 1]
         # −log N = ½ log 2π(v_c + σ²) + ½ (z + n − z̄)² / (v_c + σ²)
@@ -149,7 +148,8 @@ class GatedAttCEL(nn.Module):
             on_cpu = z.device.type == "cpu" and not torch.compiler.is_compiling()
             P = int((M > 0).sum()) if on_cpu else min(len(y), C)  # elsewhere counting would wait
             k = M.topk(P).indices  # [P] every class of the batch, and maybe absent ones: their β is 0
-            held, empty = self.memory[k], torch.arange(m, device=z.device) >= self.stored[k, None]  # [P, m]
+            held = self.memory.index_select(0, k)  # [P, m, D], faster than memory[k]
+            empty = torch.arange(m, device=z.device) >= self.stored[k, None]  # [P, m]
             z_norm = self.norm(held)  # (3a) to (3e) again  [P, m, D]
             s = torch.tanh(z_norm @ self.W_V.T) * torch.sigmoid(z_norm @ self.W_U.T)  # [P, m, h]
             old = self.cap(s @ self.w).masked_fill(empty, -torch.inf)  # [P, m]
@@ -189,10 +189,10 @@ def class_sum(values, c, num_classes):
 
 
 def weighted_sum(weight, blocks, num_classes):
-    """Σ_i weight_i x_i over the samples of each class -> [C, D]; blocks of (x [G, k, D], class [G])."""
-    weights = weight.split([x.shape[0] * x.shape[1] for x, _ in blocks])  # of N
-    sums = [((w.view(len(x), 1, x.shape[1]) @ x)[:, 0], c) for w, (x, c) in zip(weights, blocks)]  # [G, D]
-    return sum(class_sum(x, c, num_classes) for x, c in sums)
+    """Σ_i weight_i x_i by class, [C, D] for each row of weight [K, N]; blocks (x [G, k, D], class [G])."""
+    weights = weight.split([x.shape[0] * x.shape[1] for x, _ in blocks], 1)  # of N
+    sums = [(w.unflatten(1, x.shape[:2]).transpose(0, 1) @ x, c) for w, (x, c) in zip(weights, blocks)]
+    return sum(class_sum(x, c, num_classes) for x, c in sums).unbind(1)  # of [C, K, D]
 
 
 def class_softmax(logit, c, num_classes):

@@ -172,7 +172,7 @@ class SlotCrossCEL(nn.Module):
     def on_image(self, z, ok, x):
         if x is None or not x.is_floating_point() or x.shape != (len(z), 3, *2 * [self.image_size]):
             raise ValueError(f'mode "image" needs x, floats [{len(z)}, 3, image_size, image_size] in [0, 1].')
-        ok = ok & x.flatten(1).isfinite().all(1)
+        ok = ok & x.flatten(1).sum(1).isfinite()  # a NaN or Inf stays one in a sum
         x = torch.where(ok[:, None, None, None], x, 0).to(z.dtype)
         leaves = [z.requires_grad_(), *(p for p in self.parameters() if p.requires_grad)]
         # z' = z + n, what leaves the device; a token for each of its cells
@@ -181,16 +181,17 @@ class SlotCrossCEL(nn.Module):
         # 1. and 2. as above; then each y paints the patch under its cell
         y = self.cross_attention(t, self.slot_attention(t, torch.ones_like(t[..., 0])))  # [B, h·w, d_s]
         patches = torch.sigmoid(self.head(y)).mT.unflatten(2, self.shape[1:])  # [B, 3·p·p, h, w]
-        guess = F.pixel_shuffle(patches, self.image_size // self.shape[1])  # x̂ [B, 3, H, W]
-        error, likeness = (guess - x).square().mean((1, 2, 3)), ssim(guess, x)  # [B]
-        above, share = likeness > SSIM_ALLOWED, ok.to(z.dtype) / len(z)
+        painted = F.pixel_shuffle(patches, self.image_size // self.shape[1])  # [B, 3, H, W]
+        guess = painted.detach().requires_grad_()  # x̂, where the two gradients part
+        likeness, off, share = ssim(guess, x), guess.detach() - x, ok.to(z.dtype) / len(z)  # off: x̂ − x
+        figures = {"spread": (off**2).mean((1, 2, 3)), "ssim": likeness, "above_tau": likeness > SSIM_ALLOWED}
         # z pays max(0, SSIM(x̂, x) − s);  the parameters minimise ‖x̂ − x‖² + 1 − SSIM(x̂, x)
-        loss = (share * F.relu(likeness - SSIM_ALLOWED)).sum()
-        loss = self.speak(loss, share, {"spread": error, "ssim": likeness, "above_tau": above})
-        own = (share * (error + 1 - likeness)).sum()
-        if torch.is_grad_enabled():  # two gradients of one x̂, each for its own side alone
-            g_z = torch.autograd.grad(loss, z, retain_graph=True)
-            g_own = torch.autograd.grad(own, leaves)[1:]
+        loss = self.speak((share * F.relu(likeness - SSIM_ALLOWED)).sum(), share, figures)
+        if torch.is_grad_enabled():  # images do not mix, so one ∂SSIM/∂x̂ serves both sides
+            (slope,) = torch.autograd.grad(likeness.sum(), guess, retain_graph=True)  # [B, 3, H, W]
+            pays, share = (a.view(-1, 1, 1, 1) for a in (*torch.autograd.grad(loss, likeness), share))
+            g_z = torch.autograd.grad(painted, z, pays * slope, retain_graph=True)
+            g_own = torch.autograd.grad(painted, leaves, share * (2 * off / x[0].numel() - slope))[1:]
             loss = loss.detach() + sum(((a - a.detach()) * g).sum() for a, g in zip(leaves, g_z + g_own))
         return loss
 
@@ -248,20 +249,19 @@ class SlotAttention(nn.Module):
 
     def forward(self, tokens, mask):
         tokens = self.norm_tokens(tokens)
-        k, v = self.W_k(tokens), self.W_v(tokens)  # [..., N, d_s]
         # slots = μ + exp(log σ) ⊙ N(0, I)
         noise = self.eval_noise.expand(*mask.shape[:-1], -1, -1)
         noise = torch.randn_like(noise) if self.training else noise
         slots = self.mu + self.log_sigma.exp() * noise  # [..., S, d_s]
         for _ in range(self.iterations):
-            q = self.W_q(self.norm_slots(slots))
-            # a = softmax over slots of k·q d_s^(−1/2) d_s^(−1/4)
-            a = (q @ k.mT * slots.shape[-1] ** -0.75).softmax(-2)  # [..., S, N]
+            q = self.W_q(self.norm_slots(slots)) @ self.W_k.weight  # W_kᵀ W_q slots  [..., S, d_s]
+            # a = softmax over slots of t·q d_s^(−1/2) d_s^(−1/4);  t·q = (W_k t)·(W_q slots), and less work
+            a = (q @ tokens.mT * slots.shape[-1] ** -0.75).softmax(-2)  # [..., S, N]
             # a = (a + ε_a) / Σ_m (a + ε_a)
             a = (a + ATTENTION_EPS) * mask[..., None, :]
             a = a / a.sum(-1, keepdim=True)
-            # slots = GRU(aᵀ v, slots);  slots = slots + MLP(LN(slots))
-            slots = self.gru((a @ v).flatten(0, -2), slots.flatten(0, -2)).view_as(slots)
+            # slots = GRU(aᵀ W_v t, slots);  slots = slots + MLP(LN(slots))
+            slots = self.gru(self.W_v(a @ tokens).flatten(0, -2), slots.flatten(0, -2)).view_as(slots)
             slots = slots + self.mlp(self.norm_mlp(slots))
         return slots
 
@@ -297,7 +297,7 @@ def ssim(a, b):
     """Structural similarity of square images in [0, 1], one figure for each: [B]."""
     g = torch.exp(-torch.arange(-SSIM_REACH, SSIM_REACH + 1).square() / (2 * SSIM_SIGMA**2))
     window = (torch.eye(a.shape[-1]).unfold(0, len(g), 1) @ (g / g.sum())).to(a)  # g at each place inside
-    mean_a, mean_b, square, product = window @ torch.stack([a, b, a * a + b * b, a * b]) @ window.T
+    mean_a, mean_b, square, product = (window @ (v @ window.T) for v in (a, b, a * a + b * b, a * b))
     means, both = mean_a * mean_b, mean_a.square() + mean_b.square()
     top = (2 * means + SSIM_C1) * (2 * (product - means) + SSIM_C2)
     return (top / ((both + SSIM_C1) * (square - both + SSIM_C2))).mean((1, 2, 3))
