@@ -124,7 +124,8 @@ def decoder_attack(victim, images, args, progress, known, make_term=None):
     decoder.observe(victim.send(straight[:EVAL_BATCH], args.looks))
     term = make_term(image_size, straight.device) if make_term else None
     steps = len(images.fit) // batch
-    facts = fit_decoder(decoder, pairs, stop_pairs, args.attack_epochs, steps, LR, progress, term, args.precision)
+    how = args.attack_epochs, steps, LR, progress, term, args.precision
+    facts = fit_decoder(decoder, pairs, stop_pairs, *how)
 
     @torch.no_grad()
     def reconstruct(sent):

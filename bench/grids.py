@@ -44,7 +44,7 @@ ATTACKERS = {
 }
 BF16 = "--precision bfloat16"  # 1.8 times the speed at width 32
 RECIPE = f"--dataset cifar10 --width {{}} --epochs {{}} --lr 0.1 --label-smoothing 0.1 {BF16}"
-EPOCHS, HARDENING = {32: 20, 16: 12}, 2  # by width; of a base, and behind it
+EPOCHS, HARDENING = {32: 36, 16: 12}, 2  # by width; of a base, and behind it
 SMALL_BATCH = ("batch_size=32,memory=0", "batch_size=32,memory=32", "batch_size=512")
 PARTS = ("cross_attention", "per_dim_gate", "snr_gate", "slot_mass", "class_gate")
 DOCUMENTED = ("mode=documented", *(f"mode=documented,off={part}" for part in PARTS))

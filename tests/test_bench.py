@@ -136,7 +136,7 @@ def test_what_the_grids_hold():
     assert len(tier1) == 3 * (5 + 9 * 3)
     patrol = [f for name, f in cifar.items() if "patrol" in name]
     assert len(patrol) == 6 and not any("--init" in f for f in patrol)  # it changes the network
-    assert grids.settings(patrol[0])["epochs"] == 22  # as many as base and hardening
+    assert grids.settings(patrol[0])["epochs"] == 38  # as many as base and hardening
 
 
 def test_shards_cover_the_grid_once_and_only_takes_a_whole_name_alone():

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 import slot_cross_cel
 from slot_cross_cel import (
+    ALLOWED,
     BETA,
     CLASS_A,
     CLASS_B,
@@ -24,7 +25,6 @@ from slot_cross_cel import (
     SHUT_OFF,
     SOFTPLUS_BETA,
     SPOKE,
-    SSIM_ALLOWED,
     TAU_SNR,
     GatedCrossAttention,
     SlotAttention,
@@ -515,23 +515,28 @@ def test_image_gives_each_side_its_own_gradient_in_one_backward():
     z, y, x = pictures()
     cel = picture_cel().double().eval()
     z, x = z.double().requires_grad_(), x.double()
+    torch.manual_seed(3)
+    cel(z, y, x)
+    allowed = float(cel.stats["ssim"] - cel.stats["spread"])  # the mean of q: about half of the images pay
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slot_cross_cel, "SSIM_ALLOWED", -1.0)  # an untrained x̂ would cost nothing
+        patch.setattr(slot_cross_cel, "ALLOWED", allowed)
         torch.manual_seed(3)
         loss = cel(z, y, x)
     (at_z,), at_p = grads_of(cel, loss, z)
     torch.manual_seed(3)
-    sent = z + 0.1 * torch.randn_like(z.detach().flatten(1)).view_as(z)
-    tokens = cel.embed(sent.flatten(2).transpose(1, 2)) + cel.position
+    sent = F.pad(z + 0.1 * torch.randn_like(z.detach().flatten(1)).view_as(z), [1, 1, 1, 1])
+    cells = [sent[:, :, i : i + 3, j : j + 3].flatten(1) for i in range(4) for j in range(4)]  # [B, 9c] each
+    tokens = cel.embed(torch.stack(cells, 1)) + cel.position
     painted = cel.head(cel.cross_attention(tokens, cel.slot_attention(tokens, torch.ones(len(z), 16))))
     patches = torch.sigmoid(painted).view(
         -1, 4, 4, 3, 4, 4
     )  # row, column, colour, row and column of the patch
     guess = patches.permute(0, 3, 1, 4, 2, 5).reshape(-1, 3, 16, 16)
-    likeness = ssim(guess, x)
-    pays, own = (likeness + 1).mean(), (guess - x).square().mean() + 1 - likeness.mean()
+    likeness, error = ssim(guess, x), (guess - x).square().mean((1, 2, 3))
+    pays, own = (likeness - error - allowed).relu().mean(), error.mean() + 1 - likeness.mean()
     assert loss.item() == pytest.approx(pays.item(), abs=1e-12)  # the value is what the encoder pays
     assert torch.allclose(at_z, torch.autograd.grad(pays, z, retain_graph=True)[0], atol=1e-12) and at_z.any()
+    assert 0 < at_z.flatten(1).any(1).sum() < len(z)  # an image below s pays nothing
     expected = grads_of(cel, own)[1]
     assert all(torch.allclose(at_p[name], expected[name], atol=1e-12) for name in at_p)
     assert float(cel.stats["ssim"]) == pytest.approx(likeness.mean().item())
@@ -551,7 +556,7 @@ def test_image_learns_to_paint_and_then_the_encoder_pays_and_escapes():
         history.append({k: float(v) for k, v in cel.stats.items()})
     assert torch.equal(z, before)
     first, last = history[0], history[-1]
-    assert last["spread"] < 0.5 * first["spread"] and last["ssim"] > SSIM_ALLOWED + 0.1 > first["ssim"] + 0.1
+    assert last["spread"] < 0.5 * first["spread"] and last["ssim"] > ALLOWED + 0.1 > first["ssim"] + 0.1
     assert first["loss"] == 0 < last["loss"] and last["above_tau"] > 0.8
     encoder = torch.optim.Adam([z], lr=0.05)
     for _ in range(40):  # frozen parameters: z descends what it pays
@@ -567,7 +572,7 @@ def test_image_fits_its_parameters_where_z_has_no_gradient_and_the_reverse():
     cel(z, y, x).backward()
     assert all(p.grad.any() for p in cel.parameters()) and not z.requires_grad
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slot_cross_cel, "SSIM_ALLOWED", -1.0)
+        patch.setattr(slot_cross_cel, "ALLOWED", -1.0)
         cel.requires_grad_(False)(z.requires_grad_(), y, x).backward()
     assert z.grad.any()
     with torch.no_grad():
@@ -669,7 +674,7 @@ def test_half_precision_agrees_with_float32(mode, kind):
     cel, y = SlotCrossCEL(4, 128, 0.1, mode, **more).eval(), torch.arange(32) % 4
     x, z = pictures(32)[2], (20 * torch.rand(32, 128).mul(2).sub(1)).half().bfloat16().float()
     patch = pytest.MonkeyPatch()
-    patch.setattr(slot_cross_cel, "SSIM_ALLOWED", -1.0)
+    patch.setattr(slot_cross_cel, "ALLOWED", -1.0)
     run = lambda module, z: (torch.manual_seed(1), module(z, y, x))[1]
     a = z.clone().requires_grad_()
     full = run(cel, a)
