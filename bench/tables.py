@@ -12,7 +12,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw  # comes with torchvision
 
 from bench.gain import front, gain_interval, mean_points
-from bench.grids import METHODS, POINTS, cells, made_by, vary
+from bench.grids import ATTACKERS, METHODS, POINTS, cells, made_by, vary
 from harness.evaluation import LABEL_WIDTH
 from harness.files import UserError, read_ours, say, write
 from harness.monitor import figure_of, save
@@ -24,6 +24,9 @@ COLUMNS = {"accuracy %": ("accuracy", 100, 2), "decoder MSE (test)": ("mse", 1, 
            "leakage, bits ≤": ("bits", 1, 0), "dFIL": ("dfil", 1, 2)}  # fmt: skip
 COST = {"cost of a step": ("cost", 1, 2)}
 CHOICE = {"validation accuracy %": ("val_accuracy", 100, 2), "minutes": ("minutes", 1, 0)}
+COMPARED_AT = "sigma0.2"  # noise alone whose accuracy the picture of reconstructions compares at
+SIZES = [name for name in ATTACKERS if name.startswith("size")]
+POINT_NAMES = {f"{vary(method, v)[0][0]}-seed0" for method, v in POINTS.items()}
 NOISE_OF = {"tier2": "tier1"}  # the family whose noise alone a family stands beside, where it has none itself
 
 
@@ -179,6 +182,41 @@ def curves_picture(found, root):
     return "![Test accuracy against the attacker's error](figures/curves.png)"
 
 
+def equal_accuracy_picture(found, root):
+    """Tier 1, seed 0: noise alone at one σ, and of every other method the setting nearest to its accuracy."""
+    runs = [r for r in select(found, family="tier1") if r["config"]["seed"] == 0]
+    reference = select(runs, method="none", setting=COMPARED_AT)
+    rows = []
+    for method in dict.fromkeys(r["method"] for r in runs) if reference else ():
+        distance = lambda r: abs(r["accuracy"] - reference[0]["accuracy"])
+        r = reference[0] if method == "none" else min(select(runs, method=method), key=distance)
+        label = f"{method}  {100 * r['accuracy']:.1f} %  MSE {r['figures']['mse']:.4f}"
+        rows.append((label, root / f"cells/cifar/{r['name']}.png", r))
+    drawn = stack_rows(root / "figures/equal_accuracy.png", rows)
+    words = "Originals above what the decoder made of them, every method near the accuracy of one noise level"
+    return f"![{words}, seed 0](figures/equal_accuracy.png)" if drawn else ""
+
+
+def attackers_picture(found, root):
+    """Seed 0, one point a method: the error against the size of the decoder, from tier 1 and tier 3."""
+    path, families = root / "figures/attackers.png", ("tier1", *(f"tier3{size}" for size in SIZES))
+    runs = [r for r in found if r["family"] in families and r["config"]["seed"] == 0]
+    runs = [r for r in runs if r["name"].split("-", 1)[1] in POINT_NAMES]
+    lines = {m: select(runs, method=m) for m in METHODS if len(select(runs, method=m)) > 1}
+    figure = figure_of(path, 7, 4.5) if lines else None
+    if figure is not None:
+        words = {"xlabel": "parameters of the decoder", "ylabel": "its MSE, test images"}
+        axes = figure.add_subplot(xscale="log", yscale="log", **words)
+        for i, method in enumerate(METHODS):
+            size = lambda r: r["attacks"]["decoder"]["params"]
+            of = sorted(lines.get(method, ()), key=size)
+            error = [r["attacks"]["decoder"]["test"]["mse"] for r in of]
+            axes.plot([size(r) for r in of], error, "o-", color=f"C{i}", label=method if of else None)
+        axes.legend(fontsize=8)
+        save(figure, path)
+    return "![The decoder's error against its size, seed 0](figures/attackers.png)" if lines else ""
+
+
 JPEG = "This CIFAR-10 was re-saved as JPEG: its figures compare with each other, not with a paper's."
 POINT, SETTING = {"more": COST, "over": ["none", "gmm"], "whole": True}, {"more": CHOICE, "over": ["none"]}
 SECTIONS = [
@@ -192,7 +230,7 @@ SECTIONS = [
     ("cifar", "CIFAR-10: each method against more noise",
      "Networks of width 32, hardened by each method. A row is the setting that the rule in bench/grids.py\n"
      f"takes on validation accuracy; its gains are those of the method's whole curve. {JPEG}",
-     POINT, curves_picture),
+     POINT, curves_picture, attackers_picture, equal_accuracy_picture),
     ("cifar", "CIFAR-10: every setting",
      "Gains are at the setting's own accuracy. tier2: other defences, alone and with a surrogate. tier3:\n"
      f"one seed, against stronger attackers, and trained from scratch. {JPEG}", SETTING),

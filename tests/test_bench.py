@@ -531,6 +531,43 @@ def test_compare_prints_one_table_and_draws_one_picture(tmp_path, capsys):
     assert colours_of(tmp_path / "compare.png") == [red, green, blue, grey, green]
 
 
+def test_the_picture_compares_each_method_near_the_accuracy_of_one_noise_level(root):
+    red, green, blue, grey, black = (255, 0, 0), (0, 255, 0), (0, 0, 255), (9, 9, 9), (0, 0, 0)
+    runs = {"none-sigma0.1": (0.6, grey), "none-sigma0.2": (0.5, green), "none-sigma0.3": (0.51, black)}
+    runs |= {"gmm-lambda0.0004": (0.55, grey), "gmm-lambda0.0008": (0.48, blue)}
+    for name, (accuracy, colour) in runs.items():
+        path = put(root, "cifar", f"tier1-{name}-seed0", accuracy=accuracy)
+        make_run(root / name, "--sigma 0.1", (red, colour))
+        shutil.copy(root / name / "reconstructions.png", path.with_suffix(".png"))
+    tables.report(root)
+    assert colours_of(root / "figures/equal_accuracy.png") == [red, green, blue]
+    assert "figures/equal_accuracy.png" in section(root, "CIFAR-10: each")
+
+
+def test_the_error_against_the_size_of_the_attacker_has_a_line_for_methods_with_two_sizes(root, monkeypatch):
+    lines, picture = {}, pytest.importorskip("matplotlib.axes").Axes
+
+    def plot(self, x, y, *a, label=None, **k):
+        lines.update({label: (x, y)} if "parameters" in self.get_xlabel() and x else {})
+
+    monkeypatch.setattr(picture, "plot", plot)
+    monkeypatch.setattr(picture, "legend", lambda self, **k: None)
+    error = lambda params, mse: {"decoder": {"params": params, "test": {"mse": mse, "ssim": 0.5}}}
+    none, gmm = f"none-sigma{grids.POINTS['none']}-seed0", f"gmm-lambda{grids.POINTS['gmm']}-seed0"
+    for name, attacks in {
+        f"tier1-{none}": error(200, 0.03),
+        "tier1-none-sigma0.3-seed0": error(200, 0.09),  # not the point of its method
+        f"tier3size8x64-{none}": error(900, 0.01),
+        f"tier3size4x64-{none}": error(400, 0.02),
+        f"tier3looks10-{none}": error(300, 0.001),  # no other size
+        f"tier1-{gmm}": error(200, 0.05),  # one size is no line
+    }.items():
+        put(root, "cifar", name, attacks=attacks)
+    tables.report(root)
+    assert lines == {"none": ([200, 400, 900], [0.03, 0.02, 0.01])}
+    assert "figures/attackers.png" in section(root, "CIFAR-10: each")
+
+
 def test_compare_says_what_is_wrong_in_one_sentence(tmp_path, capsys):
     a = make_run(tmp_path / "a", "--sigma 0.1", ((0, 0, 0), (1, 1, 1)))
     assert program.main(["compare", a, str(tmp_path / "nothing")]) == 2
