@@ -117,8 +117,8 @@ def bases():
 def explore():
     """Every method on one small network: where its λ lies. One seed; no sentence may rest on it."""
     found = [cell for method, (_, _, values, _) in METHODS.items() for cell in vary(method, *values)]
-    for method in ("gated", "slot"):  # as the documents print them
-        found += [(f"{method}-mode=documented", f"--surrogate {method} --mode documented --lambd 2")]
+    for method, mode in (("gated", "adversarial"), ("gated", "documented"), ("slot", "documented")):
+        found += [(f"{method}-mode={mode}", f"--surrogate {method} --mode {mode} --lambd 2")]
     return grid("", harden, 16, found, [0])
 
 
