@@ -197,7 +197,6 @@ class Run:
         """--init: the weights of a trained run, and surrogates that fit them before the first step."""
         path = folder / "checkpoint.pt"
         state = files.read_checkpoint(path)
-        check_images(state, self.splits, path)
         net, _ = files.read_ours(path, lambda _: load_network(state, self.args, self.image_size))
         self.use(net)
         self.base = {"name": folder.name, "hash": state_hash(net)}
@@ -271,6 +270,9 @@ def train(argv):
     if args.attack:  # before hours of training, not behind them
         Decoder(run.shape, run.image_size, 1, 8)
         attacker_images(run.splits, args.attacker_data, args.seed)
+    if args.init:  # before --overwrite removes a run
+        base = Path(args.init) / "checkpoint.pt"
+        check_images(files.read_checkpoint(base), run.splits, base)
     first = parallel.is_first()
     taken = parallel.first_alone(lambda: files.take_folder(folder, args, training_settings(args)))
     lock, state = taken if first else (None, None)

@@ -493,12 +493,16 @@ def test_a_folder_of_images_from_the_command_line(tmp_path):
 
 def test_a_checkpoint_belongs_to_its_images(trained, tmp_path, capsys, monkeypatch):
     shutil.copytree(trained(), tmp_path / "run")
+    old = shutil.copytree(trained(), tmp_path / "old") / "results.json"
     monkeypatch.setattr(shapes, "TINT", 0.2)
     for argv, main in (
         ([*TINY, "--runs-dir", tmp_path, "--name", "run", "--resume"], train.main),
         ([tmp_path / "run"], attack.main),
-        ([*TINY, "--init", tmp_path / "run", "--runs-dir", tmp_path], train.main),
+        (
+            [*TINY, "--init", tmp_path / "run", "--runs-dir", tmp_path, "--name", "old", "--overwrite"],
+            train.main,
+        ),
     ):
-        assert go(*argv, main=main) == 2
+        assert go(*argv, main=main) == 2 and old.exists()
         error = capsys.readouterr().err
         assert "was made with other images" in error and error.count("\n") == 1
