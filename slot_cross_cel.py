@@ -85,7 +85,8 @@ class SlotCrossCEL(nn.Module):
             (c, h, w), patch = shape, image_size // shape[1]
             if c * h * w != dim or {patch * h, patch * w} != {image_size} or image_size <= 2 * SSIM_REACH:
                 raise ValueError(f"c·h·w must be dim {dim}, h = w divide image_size, SSIM needs 11 pixels.")
-            self.embed, self.head = nn.Linear(9 * c, size), nn.Linear(size, 3 * patch**2)
+            self.embed, self.head = nn.Conv2d(c, size, 3, padding=1), nn.Linear(size, 3 * patch**2)
+            self.embed.to(memory_format=torch.channels_last)  # faster
             self.position = nn.Parameter(torch.randn(h * w, size) / math.sqrt(size))
             return
         self.register_buffer("E", nn.init.orthogonal_(torch.empty(size, dim)))  # learned, it could shrink L
@@ -177,7 +178,7 @@ class SlotCrossCEL(nn.Module):
         leaves = [z.requires_grad_(), *(p for p in self.parameters() if p.requires_grad)]
         # z' = z + n, what leaves the device; a token for each cell, of the 3×3 cells around it
         sent = (z + self.sigma * torch.randn_like(z)).view(-1, *self.shape)  # [B, c, h, w]
-        t = self.embed(F.unfold(sent, 3, padding=1).mT) + self.position  # [B, h·w, d_s]
+        t = self.embed(sent).flatten(2).mT + self.position  # [B, h·w, d_s]
         # 1. and 2. as above; then each y paints the patch under its cell
         y = self.cross_attention(t, self.slot_attention(t, torch.ones_like(t[..., 0])))  # [B, h·w, d_s]
         patches = torch.sigmoid(self.head(y)).mT.unflatten(2, self.shape[1:])  # [B, 3·p·p, h, w]
@@ -293,10 +294,10 @@ def weights(r, mask):
 
 
 def ssim(a, b):
-    """Structural similarity of square images in [0, 1], one figure for each: [B]."""
+    """Structural similarity of square images in [0, 1], one figure for each: [B]. Its maps are transposed."""
     g = torch.exp(-torch.arange(-SSIM_REACH, SSIM_REACH + 1).square() / (2 * SSIM_SIGMA**2))
     window = (torch.eye(a.shape[-1]).unfold(0, len(g), 1) @ (g / g.sum())).to(a)  # g at each place inside
-    mean_a, mean_b, square, product = (window @ (v @ window.T) for v in (a, b, a * a + b * b, a * b))
+    mean_a, mean_b, square, product = ((v @ window.T).mT @ window.T for v in (a, b, a * a + b * b, a * b))
     means, both = mean_a * mean_b, mean_a.square() + mean_b.square()
     top = (2 * means + SSIM_C1) * (2 * (product - means) + SSIM_C2)
     return (top / ((both + SSIM_C1) * (square - both + SSIM_C2))).mean((1, 2, 3))

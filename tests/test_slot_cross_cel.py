@@ -526,7 +526,7 @@ def test_image_gives_each_side_its_own_gradient_in_one_backward():
     torch.manual_seed(3)
     sent = F.pad(z + 0.1 * torch.randn_like(z.detach().flatten(1)).view_as(z), [1, 1, 1, 1])
     cells = [sent[:, :, i : i + 3, j : j + 3].flatten(1) for i in range(4) for j in range(4)]  # [B, 9c] each
-    tokens = cel.embed(torch.stack(cells, 1)) + cel.position
+    tokens = torch.stack(cells, 1) @ cel.embed.weight.flatten(1).T + cel.embed.bias + cel.position
     painted = cel.head(cel.cross_attention(tokens, cel.slot_attention(tokens, torch.ones(len(z), 16))))
     patches = torch.sigmoid(painted).view(
         -1, 4, 4, 3, 4, 4
