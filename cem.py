@@ -85,7 +85,8 @@ def cel_gradient(z_cut, losses, weights, own_scale, clip=0.0):
         own = [p for p in surrogate.parameters() if p.requires_grad]
         g, *g_own = torch.autograd.grad(loss, [z_cut, *own], allow_unused=True)
         g = torch.zeros_like(z_cut) if g is None else g
-        finite = torch.stack([t.isfinite().all() for t in (loss, g, *g_own) if t is not None]).all()
+        # a NaN or Inf stays one in a sum
+        finite = torch.stack([t.sum() for t in (loss, g, *g_own) if t is not None]).isfinite().all()
         if clip:
             g = g * (clip / g.norm().clamp_min(torch.finfo(g.dtype).tiny)).clamp(max=1)
         total = total + torch.where(finite, weight * g, 0)

@@ -189,10 +189,10 @@ class SlotCrossCEL(nn.Module):
         figures = {"spread": error, "ssim": likeness, "above_tau": q > ALLOWED}
         loss = self.speak((share * F.relu(q - ALLOWED)).sum(), share, figures)
         if torch.is_grad_enabled():  # images do not mix: one gradient of q serves both sides
-            (pays,) = torch.autograd.grad(loss, q, retain_graph=True)  # [B]
-            g_z, *g_own = torch.autograd.grad(q, leaves, share)
-            moves = [pays[:, None] * len(z) * g_z, *(-g for g in g_own)]
-            loss = loss.detach() + sum(((a - a.detach()) * g).sum() for a, g in zip(leaves, moves))
+            pays = torch.autograd.grad(loss, q, retain_graph=True)[0][:, None]  # [B, 1]
+            g_z, *g_own = torch.autograd.grad(q, leaves, -share)
+            a, g = (torch.cat([v.flatten() for v in of]) for of in (leaves, [-len(z) * pays * g_z, *g_own]))
+            loss = loss.detach() + (a - a.detach()) @ g
         return loss
 
     def by_class(self, z, y, ok):

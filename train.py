@@ -94,7 +94,7 @@ class Run:
         sgd = {"momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY, "nesterov": True}
         self.optimizer = torch.optim.SGD(net.parameters(), self.args.lr, **sgd)
         own = [p for p in self.cels.parameters() if p.requires_grad]
-        self.cel_optimizer = torch.optim.Adam(own, SURROGATE_LR) if own else None
+        self.cel_optimizer = torch.optim.Adam(own, SURROGATE_LR, fused=True) if own else None
 
     def look(self, z, y, x, cels):
         """[(L_CEL, surrogate)]; [A §3.3 step 1] allows to pool z first."""

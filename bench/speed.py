@@ -59,7 +59,7 @@ def step(size):
         classes = 200 if "memory" in name else 10
         splits = random_splits(size["batch"] * size["steps"], classes)
         own, plain = fitted(splits, size, f"--surrogate {STEPS.get(name, name)}")[0], fitted(splits, size)[0]
-        yield name, f"training step with {name}, {classes} classes / without", own, plain, 9
+        yield name, f"training step with {name}, {classes} classes / without", own, plain, 25
 
 
 def stash(size):
