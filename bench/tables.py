@@ -228,7 +228,7 @@ SECTIONS = [
      "Rounding differs with the number of threads, and training carries it far: compare with gated above,\n"
      "which ran on one.", {"more": {}}),
     ("bases", "CIFAR-10: the networks that are hardened",
-     f"Trained on 45,000 images without a surrogate, on one thread; w is the width. {JPEG}", {"more": CHOICE}),
+     f"Trained on 45,000 images without a surrogate, on one thread (w: width). {JPEG}", {"more": CHOICE}),
     ("cifar", "CIFAR-10: each method against more noise",
      "Networks of width 32, hardened by each method. A row is the setting that the rule in bench/grids.py\n"
      f"takes on validation accuracy; its gains are those of the method's whole curve. {JPEG}",
