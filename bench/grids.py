@@ -55,7 +55,7 @@ ABLATIONS = {
     "slot": ("slots=2", "slots=16", *SMALL_BATCH, *DOCUMENTED),
 }
 IMAGES = {
-    "tiny": "--dataset tiny-imagenet-180 --image-size 32 --epochs 6 --attack-epochs auto " + BF16,
+    "tiny": "--dataset tiny-imagenet-180 --image-size 32 --epochs 30 --lr 0.05 --attack-epochs auto " + BF16,
     "faces": "--dataset orl-faces --image-size 64 --cut 3 --batch-size 96 --epochs 120 --attack-epochs auto",
 }
 ELSEWHERE = [name for name in METHODS if name not in ("released", "direct+cluster")]  # on those images
