@@ -26,7 +26,6 @@ COST = {"cost of a step": ("cost", 1, 2)}
 CHOICE = {"validation accuracy %": ("val_accuracy", 100, 2), "minutes": ("minutes", 1, 0)}
 COMPARED_AT = "sigma0.2"  # noise alone whose accuracy the picture of reconstructions compares at
 SIZES = [name for name in ATTACKERS if name.startswith("size")]
-POINT_NAMES = {f"{vary(method, v)[0][0]}-seed0" for method, v in POINTS.items()}
 NOISE_OF = {"tier2": "tier1"}  # the family whose noise alone a family stands beside, where it has none itself
 
 
@@ -83,6 +82,11 @@ def select(found, **wanted):
     return [r for r in found if all(r[k] == v for k, v in wanted.items())]
 
 
+def is_point(method, setting):
+    """Whether it is the one setting that stands for a method."""
+    return vary(method, POINTS[method])[0][0] == f"{method}-{setting}"
+
+
 def line(found):
     """{seed: {setting: (accuracy, MSE)}}"""
     by_seed = {}
@@ -119,7 +123,7 @@ def table(found, more, over=(), whole=False):
     for family, method, setting in dict.fromkeys((r["family"], r["method"], r["setting"]) for r in found):
         curve = select(found, family=family, method=method)
         results = select(curve, setting=setting)
-        if whole and (family != "tier1" or vary(method, POINTS[method])[0][0] != f"{method}-{setting}"):
+        if whole and (family != "tier1" or not is_point(method, setting)):
             continue
         row = [" ".join(filter(None, (family, method, setting))), *figures(results, columns)]
         for name in over:
@@ -201,7 +205,7 @@ def attackers_picture(found, root):
     """Seed 0, one point a method: the error against the size of the decoder, from tier 1 and tier 3."""
     path, families = root / "figures/attackers.png", ("tier1", *(f"tier3{size}" for size in SIZES))
     runs = [r for r in found if r["family"] in families and r["config"]["seed"] == 0]
-    runs = [r for r in runs if r["name"].split("-", 1)[1] in POINT_NAMES]
+    runs = [r for r in runs if is_point(r["method"], r["setting"])]
     lines = {m: select(runs, method=m) for m in METHODS if len(select(runs, method=m)) > 1}
     figure = figure_of(path, 7, 4.5) if lines else None
     if figure is not None:
