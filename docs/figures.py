@@ -18,110 +18,16 @@ from torch import nn
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
+from drawing import COLOURS, CORNERS, MIDDLE, Y, Z, cross, curve, ellipse, points, save  # noqa: E402
+
 from cluster_cel import ClusterCEL  # noqa: E402
 from direct_cel import DirectCEL  # noqa: E402
 from gated_att_cel import GatedAttCEL  # noqa: E402
 from gmm_cel import GMMCEL  # noqa: E402
 from slot_cross_cel import MARGIN, SOFTPLUS_BETA, SlotCrossCEL  # noqa: E402
 
-Z = torch.tensor([[0.0, 0.0], [0.2, 0.1], [-0.1, 0.05], [0.15, -0.05],
-                  [1.0, 1.0], [1.2, 1.1], [0.8, 0.9], [1.1, 0.95],
-                  [1.0, -1.0], [0.8, -0.9], [1.1, -1.2], [0.9, -1.05]], dtype=torch.float64)  # fmt: skip
-Y = torch.arange(3).repeat_interleave(4)
-MIDDLE = torch.stack([Z[Y == c].mean(0) for c in range(3)])
 TAU, EPS, DIM = 0.002, 1e-6, 2
 SIGMA = math.sqrt(TAU / (DIM * 0.125))
-
-PANEL, REACH, ARROW = 190, 0.28, 46  # size of a panel, half of what it shows, longest arrow
-CORNERS = [(4, 22), (206, 22), (4, 236), (206, 236)]
-COLOURS = ["var(--c1,#1d5fbf)", "var(--c2,#b4470b)", "var(--c3,#1a7f37)"]
-
-
-# ------------------------------------------------------------------------------------------ drawing
-
-
-def place(c, point):
-    """Pixels of a point in the panel of class c."""
-    left, top = CORNERS[c]
-    dx, dy = ((torch.as_tensor(point) - MIDDLE[c]) / REACH * PANEL / 2).tolist()
-    return left + PANEL / 2 + dx, top + PANEL / 2 - dy
-
-
-def ellipse(c, centre, radii, style):
-    (x, y), (rx, ry) = place(c, centre), (float(r) / REACH * PANEL / 2 for r in radii)
-    left, top = CORNERS[c]  # a picture in the picture cuts off what is outside the panel
-    frame = f'x="{left}" y="{top}" width="{PANEL}" height="{PANEL}" viewBox="{left} {top} {PANEL} {PANEL}"'
-    shape = f'<ellipse cx="{x:.1f}" cy="{y:.1f}" rx="{rx:.1f}" ry="{ry:.1f}" fill="none" {style}/>'
-    return f"<svg {frame}>{shape}</svg>"
-
-
-def cross(c, centre):
-    x, y = place(c, centre)
-    return (
-        f'<path d="M{x - 5:.1f} {y:.1f}h10M{x:.1f} {y - 5:.1f}v10" stroke="currentColor" stroke-width="1.6"/>'
-    )
-
-
-def points(gradient, radius=None, hollow=(), square=()):
-    """The twelve points and their arrows."""
-    step, parts = -gradient / gradient.norm(dim=1).max().clamp(min=1e-12) * ARROW, []
-    for i, c in enumerate(Y.tolist()):
-        (x, y), (dx, dy), r = place(c, Z[i]), step[i].tolist(), 5.0 if radius is None else float(radius[i])
-        x2, y2, turn, length = x + dx, y - dy, math.atan2(-dy, dx), math.hypot(dx, dy)
-        head = " ".join(
-            f"{x2 - 6 * math.cos(turn + a):.1f},{y2 - 6 * math.sin(turn + a):.1f}" for a in (0.45, -0.45)
-        )
-        if length > 3:
-            parts.append(
-                f'<path d="M{x:.1f} {y:.1f}L{x2:.1f} {y2:.1f}" stroke="{COLOURS[c]}" stroke-width="1.8"/>'
-            )
-            parts.append(f'<polygon points="{x2:.1f},{y2:.1f} {head}" fill="{COLOURS[c]}"/>')
-        fill = "var(--paper,#fff)" if i in hollow else COLOURS[c]
-        style = f'fill="{fill}" stroke="{COLOURS[c]}" stroke-width="1.6"'
-        if i in square:
-            parts.append(
-                f'<rect x="{x - r:.1f}" y="{y - r:.1f}" width="{2 * r:.1f}" height="{2 * r:.1f}" {style}/>'
-            )
-        else:
-            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{r:.1f}" {style}/>')
-    return "".join(parts)
-
-
-def curve(f, dots, right, across, up, threshold=None):
-    """The fourth panel: f over 0..right, and dots (class, v, radius) on it."""
-    left, top = CORNERS[3]
-    highest = f(right) or 1.0
-    x_of, y_of = lambda v: left + 14 + v / right * 160, lambda v: top + 168 - f(v) / highest * 140
-    line = " ".join(f"{x_of(right * i / 80):.1f},{y_of(right * i / 80):.1f}" for i in range(81))
-    parts = [f'<polyline points="{line}" fill="none" stroke="currentColor" stroke-width="1.4"/>']
-    if threshold:
-        name, v = threshold
-        parts.append(
-            f'<path d="M{x_of(v):.1f} {top + 24}V{top + 168}" stroke="currentColor" stroke-dasharray="3 3"/>'
-        )
-        parts.append(f'<text x="{x_of(v) + 4:.1f}" y="{top + 34}">{name}</text>')
-    parts += [
-        f'<circle cx="{x_of(v):.1f}" cy="{y_of(v):.1f}" r="{r:.1f}" fill="{COLOURS[c]}"/>' for c, v, r in dots
-    ]
-    parts.append(f'<text x="{left + 182}" y="{top + 184}" text-anchor="end">{across}</text>')
-    return "".join([*parts, f'<text x="{left + 8}" y="{top + 14}">{up}</text>'])
-
-
-def save(name, title, drawing, loss, caption):
-    frames = "".join(
-        f'<rect x="{x}" y="{y}" width="{PANEL}" height="{PANEL}" rx="4" fill="none" stroke="currentColor" '
-        f'stroke-opacity=".3"/>'
-        for x, y in CORNERS
-    )
-    heads = [*(f"class {c + 1}" for c in range(3)), f"L = {float(loss):.4f}"]
-    words = "".join(f'<text x="{x + 2}" y="{y - 6}">{head}</text>' for (x, y), head in zip(CORNERS, heads))
-    (HERE / f"{name}.svg").write_text(
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 400 430" role="img" '
-        f'font-family="Georgia,serif" font-size="13" fill="currentColor">'
-        f"<title>{title}</title><desc>{caption}</desc>"
-        f"{frames}{words}{drawing}</svg>\n".replace("><", ">\n<"),
-        encoding="utf-8",
-    )
 
 
 # ------------------------------------------------------------------------------------------ the surrogates
@@ -187,7 +93,7 @@ def draw():
     cost = curve(
         lambda v: 0.5 * math.log1p(v / SIGMA**2), dots, 0.02, "Σ_d, a component", "½ log(1 + Σ_d/σ²)"
     )
-    save("gmm_cel", "GMM CEL on the twelve points", shapes + points(g) + cost, loss,
+    save(HERE / "gmm_cel.svg", "GMM CEL on the twelve points", shapes + points(g) + cost, loss,
          "Two components a class. Solid: one standard deviation of a component in each dimension; "
          "dashed: the noise σ it is weighed against. There is no threshold: every spread costs, and "
          "every point is pulled to the mean of its component.")  # fmt: skip
@@ -201,7 +107,7 @@ def draw():
     )  # fmt: skip
     dots = [(c, float(v), 5) for c, v in enumerate((cel.weights * cel.variances).sum(1))]
     cost = curve(hinge, dots, 0.03, "v̂_c", "R(c)", ("τ", TAU))
-    save("cluster_cel", "Cluster CEL on the twelve points", shapes + points(g) + cost, loss,
+    save(HERE / "cluster_cel.svg", "Cluster CEL on the twelve points", shapes + points(g) + cost, loss,
          "[A §6.2], two clusters a class. Solid: the root of a cluster’s variance; dashed: the root of "
          "τ. Every point is pulled to its own centre. A point that is a cluster by itself is not "
          "pulled and costs nothing.")  # fmt: skip
@@ -217,7 +123,7 @@ def draw():
     )  # fmt: skip
     far = [i for i in range(12) if (Z[i] - mean[Y[i]]).square().sum() > v_c[Y[i]]]
     cost = curve(hinge, [(c, float(v_c[c]), 5) for c in range(3)], 0.03, "v_c", "R(c)", ("τ", TAU))
-    save("gated_att_cel", "Gated attention CEL on the twelve points",
+    save(HERE / "gated_att_cel.svg", "Gated attention CEL on the twelve points",
          shapes + points(g, 40 * alpha**1.5, hollow=far) + cost, loss,
          "[A §6.3], LayerNorm off. Cross: the weighted mean; solid: the root of v_c; dashed: the root "
          "of τ; the size of a point is its weight α. Arrows: the descent step with α fixed, α times the "
@@ -242,7 +148,7 @@ def draw():
     cost = curve(
         lambda v: soft(v) / SOFTPLUS_BETA, dots, 0.06, "σ_s² of a dimension", "L_base", ("τ", cel.tau)
     )
-    save("slot_cross_cel", "Slot CEL on the twelve points",
+    save(HERE / "slot_cross_cel.svg", "Slot CEL on the twelve points",
          shapes + points(g, square=[i for i in range(12) if i % 2]) + cost, loss,
          "Two slots, before any training, mode “mixture”. Each class is dealt into halves, circles and "
          "squares. Crosses: the slots’ means of one half; ellipses: the other half’s spread about them "
@@ -261,7 +167,7 @@ def draw():
     )
     cost = f'<path d="M{left + 15} {top + 175}l160 -160" stroke="currentColor" stroke-opacity=".5"/>'
     cost += f'{spots}<text x="{left + 182}" y="{top + 184}" text-anchor="end">brightness</text>'
-    save("direct_cel", "Direct CEL on the twelve points",
+    save(HERE / "direct_cel.svg", "Direct CEL on the twelve points",
          points(g) + cost + f'<text x="{left + 8}" y="{top + 14}">its estimate W f</text>', loss,
          "Here each point has a picture: one pixel, the brighter the farther right the point lies in "
          "its class. A linear attacker estimates it from z + n (last panel; the line would be a "
