@@ -91,7 +91,9 @@ def cel_gradient(z_cut, losses, weights, own_scale, clip=0.0):
             g = g * (clip / g.norm().clamp_min(torch.finfo(g.dtype).tiny)).clamp(max=1)
         total = total + torch.where(finite, weight * g, 0)
         for p, g_p in zip(own, g_own):
-            p.grad = None if g_p is None else torch.where(finite, own_scale * g_p, 0)
+            if g_p is not None:  # in p's memory format: a fused Adam takes the numbers as they lie in memory
+                g_p = torch.empty_like(p).copy_(torch.where(finite, own_scale * g_p, 0))
+            p.grad = g_p
         all_finite = all_finite * finite
     return total, all_finite
 

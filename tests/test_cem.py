@@ -291,6 +291,21 @@ def test_the_encoder_runs_once_a_step(how):
     assert setting.net.encoder[0][1].num_batches_tracked == STEPS
 
 
+def test_own_gradients_lie_in_memory_as_their_parameters_do():
+    """torch's fused Adam (2.13, CPU) pairs numbers by where they lie: of another layout they are shuffled."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 4, 3, bias=False).to(memory_format=torch.channels_last) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    for layer, fused in zip(layers, (False, True)):
+        z = torch.linspace(-1, 1, 2 * 3 * 5 * 5).view(2, 3, 5, 5).requires_grad_()
+        loss = (layer.weight.contiguous().flatten() @ torch.linspace(-1, 2, 108)) + z.sum()
+        cel_gradient(z, [(loss, layer)], [0.0], 2.0)
+        assert layer.weight.grad.stride() == layer.weight.stride()
+        assert torch.equal(layer.weight.grad.flatten(), 2 * torch.linspace(-1, 2, 108))
+        torch.optim.Adam(layer.parameters(), 0.1, fused=fused).step()
+    torch.testing.assert_close(layers[0].weight, layers[1].weight)
+
+
 @BOTH
 def test_each_surrogate_has_its_own_weight_and_the_server_sees_none_of_it(how):
     def first_step(lambdas):
