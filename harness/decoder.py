@@ -13,6 +13,7 @@ from harness.split_net import apply
 
 COARSE = 8  # most cells a side of the decoder's coarse picture
 CEILING = 60  # most epochs before the rate of an attacker of "auto" falls
+MUON_LR = 0.02  # of its convolutions
 
 
 class Residual(nn.Module):
@@ -94,19 +95,54 @@ class Decoder(nn.Module):
         return torch.sigmoid(self.layers(z) + self.coarse(z))
 
 
+class Muon(torch.optim.Optimizer):
+    """Momentum SGD for convolutions, its step equally long in every direction (Jordan et al. 2024).
+
+    M = U S Vᵀ is the average gradient of a weight [c_out, 9·c_in]; the step is U Vᵀ, or nearly: see
+    `orthogonal`. A decoder reaches the same error in about half the epochs that Adam takes.
+    """
+
+    def __init__(self, weights, lr, momentum=0.95):
+        super().__init__(weights, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self):
+        for weight in self.param_groups[0]["params"]:
+            lr, momentum = (self.param_groups[0][key] for key in ("lr", "momentum"))
+            average = self.state[weight].setdefault("average", torch.zeros_like(weight))
+            average.lerp_(weight.grad, 1 - momentum)
+            M = weight.grad.lerp(average, momentum).flatten(1)  # Nesterov's momentum
+            weight.sub_(orthogonal(M).view_as(weight), alpha=lr * max(1, len(M) / M[0].numel()) ** 0.5)
+
+
+def orthogonal(M):
+    """M with its singular values brought near 1 by p(s) = 3.4445 s − 4.775 s³ + 2.0315 s⁵, five times."""
+    M = M / M.norm().clamp_min(torch.finfo(M.dtype).tiny)
+    one = torch.eye(len(M), dtype=M.dtype, device=M.device)
+    Q, A = one, M @ M.T  # what M is multiplied by in the end, and M Mᵀ on the way there
+    for _ in range(5):
+        P = 3.4445 * one - 4.7750 * A + 2.0315 * A @ A
+        Q, A = P @ Q, P @ A @ P
+    return Q @ M
+
+
 def fit_decoder(
     decoder, pairs, stop_pairs, epochs, steps, lr, progress=lambda done: None, term=None, precision="float32"
 ):
-    """Adam on ‖D(z') − x‖² over `pairs()`, batches of (z', x); keeps the epoch best on `stop_pairs()`.
+    """Minimise ‖D(z') − x‖² over `pairs()`, batches of (z', x); keeps the epoch best on `stop_pairs()`.
 
-    epochs = a number: the rate rises over the first tenth of them, then falls along a cosine. epochs =
-    "auto": it rises over a tenth of the first and stays until the stop error is `flat`, for CEILING epochs at
-    most, then falls along a cosine for half as many again. The attacker is then the mean of its weights over
-    the last ninth of its steps or so: at a constant rate the weights tremble, and their own error looks flat
-    long before that of their mean is. `term(D(z'), x)` is added to the loss if given.
+    epochs = a number: Adam, whose rate rises over the first tenth of them, then falls along a cosine.
+    epochs = "auto": Muon for the convolutions, Adam for the rest. The rate rises over a tenth of the first
+    epoch and stays until the stop error is `flat`, for CEILING epochs at most, then falls along a cosine for
+    half as many again. The attacker is then the mean of its weights over the last ninth of its steps or so:
+    at a constant rate the weights tremble, and their own error looks flat long before that of their mean is.
+    `term(D(z'), x)` is added to the loss if given.
     -> epochs, best_epoch, stop_mse, converged, history.
     """
-    optimizer, auto = torch.optim.Adam(decoder.parameters(), lr), epochs == "auto"
+    auto = epochs == "auto"
+    kernels = [p for p in decoder.parameters() if auto and p.dim() == 4]
+    rest = [p for p in decoder.parameters() if not auto or p.dim() != 4]
+    optimizers = [(torch.optim.Adam(rest, lr), lr), *([(Muon(kernels, MUON_LR), MUON_LR)] if kernels else [])]
     # θ̄ ← θ̄ + 9 / (t + 9) · (θ − θ̄), BatchNorm's averages included
     mean = AveragedModel(
         decoder, avg_fn=lambda old, new, t: old + 9 / (t + 9) * (new - old), use_buffers=True
@@ -119,15 +155,15 @@ def fit_decoder(
         for i, (sent, x) in enumerate(pairs()):
             now = len(history) + i / steps  # in epochs
             fallen = max(0, now - fall_from) / (end - fall_from)
-            optimizer.param_groups[0]["lr"] = (
-                lr * 0.5 * (1 + math.cos(math.pi * fallen)) * min(1.0, (now + 1 / steps) / rise)
-            )
+            share = 0.5 * (1 + math.cos(math.pi * fallen)) * min(1.0, (now + 1 / steps) / rise)
             reconstruction = apply(decoder, sent, precision)
             loss = F.mse_loss(reconstruction, x)
             loss = loss + term(reconstruction, x) if term else loss
-            optimizer.zero_grad()
+            decoder.zero_grad()
             loss.backward()
-            optimizer.step()
+            for optimizer, peak in optimizers:
+                optimizer.param_groups[0]["lr"] = share * peak
+                optimizer.step()
             if auto:
                 mean.update_parameters(decoder)
             progress((now + 1 / steps) / end)
@@ -151,4 +187,4 @@ def fit_decoder(
 def flat(history):
     """Whether the best error fell by less than 1 % in the last quarter of the epochs."""
     quarter = len(history) // 4
-    return quarter > 2 and min(history) > 0.99 * min(history[:-quarter])
+    return quarter > 1 and min(history) > 0.99 * min(history[:-quarter])

@@ -21,7 +21,7 @@ from attack import AttackImages, attacker_images, decoder_attack, gan_attack, wh
 from harness import decoder as decoder_module
 from harness import evaluation
 from harness.data import Images, Splits, draw_shapes, image_hashes
-from harness.decoder import Decoder, Residual, fit_decoder, flat
+from harness.decoder import Decoder, Muon, Residual, fit_decoder, flat, orthogonal
 from harness.evaluation import Victim
 from harness.files import UserError
 from harness.metrics import metrics, mse
@@ -329,8 +329,8 @@ def test_a_diverged_attacker_is_not_reported():
     "history, is_flat",
     [
         ([1.0], False),
-        ([1.0] * 11, False),  # a quarter of them is two epochs: too early to say
-        ([1.0] * 12, True),
+        ([1.0] * 7, False),  # a quarter of them is one epoch: too early to say
+        ([1.0] * 8, True),
         ([9, 5, 2, 1, 1, 1, 1, 1, 1, 0.995, 0.995, 0.995], True),  # half a percent in the last quarter
         ([9, 5, 2, 1, 1, 1, 1, 1, 1, 0.98, 0.98, 0.98], False),
         ([9, 5, 2, 1, 1, 1, 1, 1, 1, 3, 2, 4], True),  # what counts is the best so far
@@ -339,6 +339,32 @@ def test_a_diverged_attacker_is_not_reported():
 )
 def test_flat_means_less_than_one_percent_in_the_last_quarter(history, is_flat):
     assert flat(history) is is_flat
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (8, 3), (4, 4), (1, 5)])
+def test_a_step_of_muon_has_the_directions_of_the_gradient_and_one_length_for_all(shape):
+    """The polynomial on the singular values themselves: s ← 3.4445 s − 4.775 s³ + 2.0315 s⁵, five times."""
+    M = torch.randn(shape, dtype=torch.float64)
+    U, S, Vh = torch.linalg.svd(M, full_matrices=False)
+    s = S / S.square().sum().sqrt()
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    torch.testing.assert_close(orthogonal(M), U * s @ Vh, atol=1e-10, rtol=0)
+    assert 0.6 < s.min() and s.max() < 1.3
+    assert orthogonal(torch.zeros(shape)).abs().max() == 0  # a dead layer stays where it is
+
+
+def test_two_steps_of_muon_are_nesterovs():
+    weight = torch.nn.Parameter(torch.randn(2, 1, 2, 2, dtype=torch.float64))
+    first, optimizer = weight.detach().clone(), Muon([weight], lr=0.1)
+    a, b = torch.randn(2, 2, 1, 2, 2, dtype=torch.float64)
+    for g in (a, b):
+        weight.grad = g.clone()
+        optimizer.step()
+    m1 = 0.05 * a
+    m2 = 0.95 * m1 + 0.05 * b
+    steps = [orthogonal((0.05 * g + 0.95 * m).flatten(1)).view(2, 1, 2, 2) for g, m in ((a, m1), (b, m2))]
+    torch.testing.assert_close(weight.detach(), first - 0.1 * (steps[0] + steps[1]), atol=1e-12, rtol=0)
 
 
 def test_an_automatic_attack_ends_when_it_is_flat_and_is_the_mean_of_its_weights():
