@@ -39,21 +39,13 @@ from harness.parts import load_network, make_network, make_surrogates
 from harness.split_net import SplitNet, apply
 
 MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4  # of the network's SGD; the paper's
-SURROGATE_LR = (
-    2e-3  # of the Adam that fits the surrogates' own parameters: γ·g_CEL is too small for a plain step
-)
+# of the Adam that fits the surrogates' own parameters: γ·g_CEL is too small for a plain step
+SURROGATE_LR = 2e-3
 RAMP = 2  # epochs over which γ rises behind the warm-up
 REFRESH_SAMPLES = 50_000  # images in a refresh, to bound memory
 FIT_STEPS = 300  # of the attention on frozen features, before a trained network is hardened
 PROCESS_SEED = 500_009  # keeps the processes' random numbers apart
-VALUES = (
-    "epoch",
-    "log",
-    "seconds",
-    "average",
-    "base",
-    "spread",
-)  # of a checkpoint, beside modules and optimisers
+VALUES = ("epoch", "log", "seconds", "average", "base", "spread")  # in a checkpoint, beside state_dicts
 
 
 def learning_rate(args, done):

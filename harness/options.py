@@ -234,7 +234,7 @@ def read_run(path):
 
 
 def inherit(args, given):
-    """With --init, network and images are the base's."""
+    """With --init, network and images are the base's; --dataset may say where the same images lie."""
     state = read_run(Path(args.init) / "checkpoint.pt")
     base = state["config"]
     if state["epoch"] < base["epochs"]:
@@ -247,6 +247,8 @@ def inherit(args, given):
         )
     for name in OF_THE_BASE:
         flag = f"--{name.replace('_', '-')}"
+        if name == "dataset" and name in given and not {args.dataset, base["dataset"]} <= {"shapes", *NAMED}:
+            continue  # a folder: the images themselves are compared when they are read
         if name in given and getattr(args, name) != base[name]:
             raise UserError(
                 f"{flag} {getattr(args, name)}: the base of --init has {base[name]}; leave the flag out."

@@ -5,6 +5,17 @@ own batch statistics and its own conditional-entropy loss; behind the stash the 
 that all clients take the same step from the same weights. Running statistics (BatchNorm, the surrogate's, a
 proxy's) are averaged at the end of an epoch. The first process alone writes files and prints. Without
 torchrun every function here does nothing.
+
+In your own loop, with a *_cel.py that you copied: leave `cel` outside DDP (no find_unused_parameters is
+needed), refresh it in one process and broadcast its buffers, and after each backward call this. gated's and
+slot's memory stays each process's own.
+
+    def synchronise(cel):  # in every process, after loss.backward()
+        tensors = [p.grad for p in cel.parameters() if p.grad is not None]
+        tensors += [b for name, b in cel.named_buffers() if b.is_floating_point() and name != "memory"]
+        for t in tensors:
+            torch.distributed.all_reduce(t)
+            t /= torch.distributed.get_world_size()
 """
 
 import os

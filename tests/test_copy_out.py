@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SNIPPET = re.search(r"<!-- snippet -->\n```python\n(.*?)```\n<!-- /snippet -->", README, re.S).group(1)
+PARALLEL = (ROOT / "harness/parallel.py").read_text(encoding="utf-8")
 SHOWN = "cluster_cel", "ClusterCEL"  # the file and the class of the snippet
 TERM = " + 0.2 * cel(z, y, x)"
 # file: (class, weight); the weights are train.py's λ·γ
@@ -166,8 +168,9 @@ assert [os.waitpid(pid, 0)[1] for pid in children] == [0, 0]
 
 
 def test_the_helper_for_several_processes_keeps_a_surrogate_equal(tmp_path):
-    """README's `synchronise`, in two processes that see other samples: the same parameters and statistics."""
-    (helper,) = re.findall(r"```python\n(def synchronise.*?)```", README, re.S)
+    """`synchronise` of harness/parallel.py's docstring, in two processes that see other samples: the same
+    parameters and statistics."""
+    helper = textwrap.dedent(re.search(r"    def synchronise.*?(?=\n\"\"\")", PARALLEL, re.S)[0])
     make_folder(tmp_path / "two", "gmm_cel", PROCESSES.format(helper=helper))
     shutil.copy(ROOT / "gated_att_cel.py", tmp_path / "two")
     command = [sys.executable, "-E", "-s", "loop.py", str(tmp_path / "state")]
