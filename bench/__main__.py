@@ -3,12 +3,13 @@
     python -m bench list --preset cifar               # the cells and their commands
     python -m bench run --preset bases --data DIR     # CIFAR-10: DIR/cifar10, or torchvision's in DIR
     python -m bench run --preset cifar --data DIR --only tier1 --shard 1/2    # every second cell of tier 1
-    python -m bench report                            # RESULTS.md and its figures, from bench/cells alone
+    python -m bench report                            # RESULTS.md, figures, README's table: from bench/cells
     python -m bench speed                             # ratios of times -> bench/cells/speed.json
     python -m bench compare runs/A runs/B             # any runs side by side: a table and compare.png
 
 A cell is one train.py command. Its results go to bench/cells/PRESET/NAME.json; while they stand there, made
-by the same settings, it is not run again.
+by the same settings, it is not run again. The networks of `bases`, from which the others start, go to
+bench/bases. With other images than those they were trained on, remove that folder and train your own.
 """
 
 import argparse
@@ -19,35 +20,35 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
 from bench import speed
 from bench.grids import PRESETS, cells, settings
 from bench.tables import ROOT, compare, current_cell, report
 from harness.data import NAMED
-from harness.files import UserError, command_line, read_ours, say, write
+from harness.files import FIELDS, UserError, command_line, read_checkpoint, read_ours, say, write
 from harness.options import Parser
 
 
-def command(flags, data="data", runs_dir="runs"):
+def command(flags, data="data", root=ROOT):
     """The words behind `python train.py`, with the folders of this machine."""
-    words = [word.replace("BASE/", f"{runs_dir}/bases/") for word in flags.split()]
-    if "--dataset" in words:
-        i = words.index("--dataset") + 1
-        folder = Path(data) / words[i]
-        if not folder.is_dir() and words[i] not in NAMED:
-            raise UserError(f"--data {data}: there is no folder {folder}; give the folder that holds it.")
-        words[i] = str(folder) if folder.is_dir() else words[i]
-    return [*words, "--data-dir", str(data)]
+    words = [word.replace("BASE/", f"{root}/bases/") for word in flags.split()]
+    dataset = settings(flags)["dataset"]
+    folder = Path(data) / dataset
+    if not folder.is_dir() and dataset not in (*NAMED, "shapes"):
+        raise UserError(f"--data {data}: there is no folder {folder}; give the folder that holds it.")
+    return [*words, *(["--dataset", str(folder)] if folder.is_dir() else []), "--data-dir", str(data)]
 
 
 def as_anybody(flags):
     """The command without this machine's folders."""
-    return f"python train.py {flags.replace('BASE/', 'runs/bases/')}"
+    return f"python train.py {flags.replace('BASE/', 'bench/bases/')}"
 
 
 def keep(folder, flags, path, pictured):
     """Copy a run's results to the cells, as if anybody had run it, and its picture if a figure shows it."""
     cell, own = read_ours(folder / "results.json", lambda p: json.loads(p.read_text())), settings(flags)
-    base = own["init"] and f"runs/bases/{own['init']}"
+    base = own["init"] and f"bench/bases/{own['init']}"
     cell["config"].update(dataset=own["dataset"], data_dir="data", runs_dir="runs", init=base)
     cell["environment"]["command"] = as_anybody(flags)
     write(path, json.dumps(cell, indent=1))
@@ -55,12 +56,22 @@ def keep(folder, flags, path, pictured):
         write(path.with_suffix(".png"), lambda to: shutil.copyfile(folder / "reconstructions.png", to))
 
 
+def keep_base(folder, dataset, path):
+    """Copy a trained network to where others start from: no optimiser, the weights in half the bytes."""
+    state = read_checkpoint(folder / "checkpoint.pt")
+    half = {name: w.half() if w.is_floating_point() else w for name, w in state["weights"].items()}
+    slim = {key: state[key] for key in ("format", *FIELDS)} | {"weights": half}
+    # as if anybody had trained it; `command` says where the images lie
+    slim["config"] |= {"dataset": dataset, "data_dir": "data", "runs_dir": "runs"}
+    write(path, lambda to: torch.save(slim, to))
+
+
 def run_cells(preset, data="data", shard="1/1", only="", runs_dir="runs", root=ROOT):
     """Run what is not finished; a network that others start from is, when it is there itself."""
-    trained = lambda base: (Path(runs_dir) / "bases" / base / "results.json").exists()
     path = lambda name: root / "cells" / preset / f"{name}.json"
+    base_path = lambda base: root / "bases" / base / "checkpoint.pt"
     chosen, broken, start = cells(preset, shard, only), 0, time.perf_counter()
-    done = [n for n, f in chosen if current_cell(path(n), f) and (preset != "bases" or trained(n))]
+    done = [n for n, f in chosen if current_cell(path(n), f) and (preset != "bases" or base_path(n).exists())]
     todo = [(name, flags) for name, flags in chosen if name not in done]
     say(f"{preset}: {len(done)} of {len(chosen)} cells were finished already")
     for i, (name, flags) in enumerate(todo):
@@ -68,9 +79,9 @@ def run_cells(preset, data="data", shard="1/1", only="", runs_dir="runs", root=R
         say(f"[{i + 1}/{len(todo)}] {name}{left}")
         folder, base = Path(runs_dir) / preset / name, settings(flags)["init"]
         place = ["--runs-dir", str(folder.parent), "--name", name, "--overwrite"]
-        child = [sys.executable, str(ROOT.parent / "train.py"), *command(flags, data, runs_dir), *place]
+        child = [sys.executable, str(ROOT.parent / "train.py"), *command(flags, data, root), *place]
         log, why = folder.with_name(f"{name}.log"), ""
-        if base and not trained(base):
+        if base and not base_path(base).exists():
             why = f"its base {base} is not trained yet: python -m bench run --preset bases --only {base}"
         else:
             write(log, "")  # makes the folder, or says why not
@@ -83,6 +94,8 @@ def run_cells(preset, data="data", shard="1/1", only="", runs_dir="runs", root=R
             say(f"    {why}")
             broken += 1
         else:
+            if preset == "bases":
+                keep_base(folder, settings(flags)["dataset"], base_path(name))
             keep(folder, flags, path(name), preset in ("shapes", "cifar") and name.endswith("-seed0"))
     if broken:
         raise UserError(f"{preset}: {broken} of {len(todo)} cells broke; the same command tries them again.")

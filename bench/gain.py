@@ -9,7 +9,7 @@ over the accuracies that both reach,
 as a Bjøntegaard delta compares two codecs. 1.3: at the same accuracy an attacker's error is 1.3 times as
 large. A single point is compared with the other curve at its own accuracy. The interval comes from the seeds,
 each with its own pair of curves: exp(mean g ± t·std g/√n), g the log of a seed's gain, 95 %, Student's t.
-Seeds are averaged only where they ran the same settings: one that lacks any is left out.
+Seeds are averaged over the same settings: one that some of them did not run is left out.
 """
 
 import math
@@ -49,23 +49,33 @@ def gain(a, b):
     return math.exp(statistics.fmean(interpolate(a, x) - interpolate(b, x) for x in grid))
 
 
-def whole_curves(by_seed):
-    """{seed: {setting: point}} of the seeds that ran every setting."""
-    settings = {setting for points in by_seed.values() for setting in points}
-    return {seed: points for seed, points in by_seed.items() if set(points) == settings}
+def same_settings(by_seed):
+    """{seed: {setting: point}} with the settings that all seeds ran, in the order of the first."""
+    shared = set.intersection(*map(set, by_seed.values())) if by_seed else ()
+    return {seed: {s: points[s] for s in points if s in shared} for seed, points in by_seed.items()}
 
 
 def mean_points(by_seed):
-    """Each setting's point, the mean over those seeds."""
-    curves = list(whole_curves(by_seed).values())
+    """Each of those settings' point, the mean over the seeds."""
+    curves = list(same_settings(by_seed).values())
     return [tuple(map(statistics.fmean, zip(*(c[s] for c in curves)))) for s in (curves[0] if curves else ())]
 
 
-def gain_interval(a_by_seed, b_by_seed):
-    """{seed: {setting: point}} of both -> (geometric mean of the seeds' gains, low, high, n)"""
-    a, b = whole_curves(a_by_seed), whole_curves(b_by_seed)
-    gains = [gain(a[seed].values(), b[seed].values()) for seed in sorted(set(a) & set(b))]
-    logs = [math.log(g) for g in gains if g is not None]
+def gain_interval(a_by_seed, b_by_seed, through=None):
+    """{seed: {setting: point}} of both -> (geometric mean of the seeds' gains, low, high, n).
+
+    `through`: a third curve, noise alone; then a seed's gain is gain(a, through) / gain(b, through), which
+    exists even if a and b share no accuracy.
+    """
+    curves = [c for c in (a_by_seed, b_by_seed, through) if c is not None]
+    seeds = sorted(set.intersection(*map(set, curves)))
+    curves = [same_settings({seed: c[seed] for seed in seeds}) for c in curves]
+    logs = []
+    for seed in seeds:
+        a, b, *noise = (c[seed].values() for c in curves)
+        gains = [gain(a, *noise), gain(b, *noise)] if noise else [gain(a, b)]
+        if None not in gains:
+            logs.append(math.log(gains[0]) - sum(map(math.log, gains[1:])))
     if len(logs) < 2:
         return (math.exp(logs[0]) if logs else None), None, None, len(logs)
     mean, t = statistics.fmean(logs), STUDENT_95.get(len(logs) - 1, STUDENT_95[9])

@@ -1,17 +1,16 @@
 """The grids: {name of a cell: flags of train.py}, a function each, the most useful cells first.
 
-A name is [FAMILY-]METHOD[-SETTING]-seedN; a family has its own cells of noise alone (`none`) beside it. Two
-words are filled in where a cell is run: --dataset NAME is the folder NAME of --data if there is one, --init
-BASE/NAME is the network NAME of the grid `bases`.
+A name is [FAMILY-]METHOD[-SETTING]-seedN; a family has its own cells of noise alone (`none`) beside it, but
+for tier2 and tier4, which stand beside tier1's. Two flags are filled in where a cell is run: --dataset NAME
+is the folder NAME of --data if there is one, --init BASE/NAME is the network NAME of the grid `bases`.
 
-How λ is chosen. The λ of every method stand below: three around a cost of 1.5 points of accuracy, found on
-the validation images of one seed before any cell of tier 1 was run. Where there is room for one of them
-alone, `choose_lambda` decides on validation accuracy over the three seeds of tier 1; what it took stands in
-POINTS, and a test compares that with the finished cells.
+How λ is chosen. The λ of every method stand below: three, found on the validation images of one small
+network before any cell of tier 1 was run. Where there is room for one of them alone it is the middle one,
+until all three are run with three seeds: then `choose_lambda` decides on validation accuracy. What counts
+stands in POINTS, and a test compares it with the finished cells.
 """
 
 import re
-from itertools import product
 from pathlib import Path
 
 from harness.files import UserError
@@ -19,23 +18,24 @@ from harness.options import DEFAULTS, OF_THE_BASE, OF_THE_PLACE, parse_flags
 
 SEEDS = (0, 1, 2)
 RELEASED, ON_IMAGE = "cluster --form released --clusters 5", "slot --mode image --scale 1"
-# how a method is varied: what, its flags, the values of `explore`, those of tier 1
+# how a method is varied: what, its flags, its values in tier 1
 METHODS = {
-    "none": ("sigma", "--sigma {0}", (0.1, 0.2, 0.3), (0.1, 0.15, 0.2, 0.3, 0.4)),
-    "gmm": ("lambda", "--surrogate gmm --lambd {0}", (0.0008, 0.0016), (0.0004, 0.0008, 0.0016)),
-    "cluster": ("lambda", "--surrogate cluster --lambd {0}", (0.2, 0.4), (0.1, 0.2, 0.4)),
-    "released": ("lambda", f"--surrogate {RELEASED} --lambd {{0}}", (12,), (6, 12, 24)),
-    "gated": ("lambda", "--surrogate gated --lambd {0}", (2, 4), (1, 2, 4)),
-    "slot": ("lambda", "--surrogate slot --lambd {0}", (2, 4), (1, 2, 4)),
-    "slot_image": ("lambda", f"--surrogate {ON_IMAGE} --lambd {{0}}", (0.3, 0.6, 1.2), (0.3, 0.6, 1.2)),
-    "direct": ("lambda", "--surrogate direct --lambd {0}", (0.2, 0.4, 0.8), (0.2, 0.4, 0.8)),
-    "direct+cluster": ("lambda", "--surrogate direct+cluster --lambd {0}+{0}", (0.2, 0.4), (0.1, 0.2, 0.4)),
-    "noise_arl": ("strength", "--defense noise_arl --strength {0}", (0.3, 0.6, 1.2), (0.3, 0.6, 1.2)),
+    "none": ("sigma", "--sigma {0}", (0.1, 0.15, 0.2, 0.3, 0.4)),
+    "gmm": ("lambda", "--surrogate gmm --lambd {0}", (0.0004, 0.0008, 0.0016)),
+    "cluster": ("lambda", "--surrogate cluster --lambd {0}", (0.1, 0.2, 0.4)),
+    "released": ("lambda", f"--surrogate {RELEASED} --lambd {{0}}", (6, 12, 24)),
+    "gated": ("lambda", "--surrogate gated --lambd {0}", (1, 2, 4)),
+    "slot": ("lambda", "--surrogate slot --lambd {0}", (1, 2, 4)),
+    "slot_image": ("lambda", f"--surrogate {ON_IMAGE} --lambd {{0}}", (0.3, 0.6, 1.2)),
+    "direct": ("lambda", "--surrogate direct --lambd {0}", (0.2, 0.4, 0.8)),
+    "direct+cluster": ("lambda", "--surrogate direct+cluster --lambd {0}+{0}", (0.1, 0.2, 0.4)),
+    "direct+slot_image": ("lambda", f"--surrogate direct+{ON_IMAGE} --lambd {{0}}+{{0}}", (0.2, 0.4, 0.8)),
+    "noise_arl": ("strength", "--defense noise_arl --strength {0}", (0.3, 0.6, 1.2)),
 }
 # by `choose_lambda`; the middle of a method's values until its tier 1 is finished
-POINTS = {name: values[1] for name, (*_, values) in METHODS.items()} | {"none": 0.1}
-NOISES = (0.1, 0.2, 0.3)  # of noise alone, where the others have one point
-BEST = "direct+cluster"  # plugged into the baselines: the surrogate of the largest gain in tier 1
+POINTS = {name: values[1] for name, (_, _, values) in METHODS.items()} | {"none": 0.1}
+NOISES = (0.1, 0.15, 0.2, 0.3)  # of noise alone, where the others have one point
+BEST = "slot_image"  # plugged into the baselines: the surrogate of the largest gain in tier 1
 BASELINES = {"dropout": 0.1, "distcorr": 0.3, "noise_arl": POINTS["noise_arl"], "patrol": 0.3}  # strengths
 ATTACKERS = {
     "attackers": "--attack decoder,gan,whitebox",
@@ -44,8 +44,7 @@ ATTACKERS = {
     "looks10": "--looks 10",
 }
 BF16 = "--precision bfloat16"  # 1.8 times the speed at width 32
-RECIPE = f"--dataset cifar10 --width {{}} --epochs {{}} --lr 0.1 --label-smoothing 0.1 {BF16}"
-EPOCHS, HARDENING = {32: 36, 16: 12}, 2  # by width; of a base, and behind it
+RECIPE = f"--dataset cifar10 --lr 0.1 --label-smoothing 0.1 {BF16}"
 SMALL_BATCH = ("batch_size=32,memory=0", "batch_size=32,memory=32", "batch_size=512")
 PARTS = ("cross_attention", "per_dim_gate", "snr_gate", "slot_mass", "class_gate")
 DOCUMENTED = ("mode=documented", *(f"mode=documented,off={part}" for part in PARTS))
@@ -59,7 +58,7 @@ IMAGES = {
     "tiny": "--dataset tiny-imagenet-180 --image-size 32 --epochs 30 --lr 0.05 --attack-epochs auto " + BF16,
     "faces": "--dataset orl-faces --image-size 64 --cut 3 --batch-size 96 --epochs 120 --attack-epochs auto",
 }
-ELSEWHERE = [name for name in METHODS if name not in ("released", "direct+cluster")]  # on those images
+ELSEWHERE = [name for name in METHODS if name != "released" and "+" not in name]  # on those images
 
 
 def choose_lambda(val_accuracy, noise_alone, cost=0.015):
@@ -82,26 +81,24 @@ def points(methods=METHODS):
     return [c for m in methods for c in vary(m, *(NOISES if m == "none" else [POINTS[m]]))]
 
 
-def harden(width, seed):
+def harden(seed):
     # every flag that has another default with --init is given, so that `settings` needs no trained base
-    own = f"--epochs {HARDENING} --lr 0.01 --warmup 0 --attack-epochs auto {BF16}"
-    return f"--init BASE/w{width}-seed{seed} {own}"
+    return f"--init BASE/w32-seed{seed} --epochs 2 --lr 0.01 --warmup 0 --attack-epochs auto {BF16}"
 
 
-def scratch(width, seed):
-    # as many epochs as a base and its hardening have
-    return f"{RECIPE.format(width, EPOCHS[width] + HARDENING)} --attack-epochs auto --seed {seed}"
+def scratch(seed):
+    return f"{RECIPE} --width 16 --epochs 14 --attack-epochs auto --seed {seed}"
 
 
-def grid(family, start, width, found, seeds=SEEDS):
-    return {f"{family}{name}-seed{n}": f"{start(width, n)} {flags}" for n in seeds for name, flags in found}
+def grid(family, start, found, seeds=SEEDS):
+    return {f"{family}{name}-seed{n}": f"{start(n)} {flags}" for n in seeds for name, flags in found}
 
 
 def shapes():
     """The default run of every surrogate on the drawn images; one without noise: the decoder at its best."""
     found = [(name, f"--surrogate {name}") for name in ("none", *DEFAULTS)]
-    seeded = lambda _, n: f"--seed {n}"
-    return grid("", seeded, None, found) | grid("", seeded, None, [("clean", "--sigma 0")], [0])
+    seeded = "--seed {}".format
+    return grid("", seeded, found) | grid("", seeded, [("clean", "--sigma 0")], [0])
 
 
 def again():
@@ -110,55 +107,44 @@ def again():
 
 
 def bases():
-    """Networks trained without a surrogate on all of CIFAR-10, which the others start from."""
-    runs = product(SEEDS, EPOCHS.items())
-    return {f"w{w}-seed{n}": f"{RECIPE.format(w, e)} --attack none --seed {n}" for n, (w, e) in runs}
-
-
-def explore():
-    """Every method on one small network: where its λ lies. One seed; no sentence may rest on it."""
-    found = [cell for method, (_, _, values, _) in METHODS.items() for cell in vary(method, *values)]
-    for method, mode in (("gated", "adversarial"), ("gated", "documented"), ("slot", "documented")):
-        found += [(f"{method}-mode={mode}", f"--surrogate {method} --mode {mode} --lambd 2")]
-    return grid("", harden, 16, found, [0])
+    """Networks that others start from, trained without a surrogate on all training images but 5,000."""
+    return {f"w32-seed{n}": f"{RECIPE} --width 32 --epochs 36 --attack none --seed {n}" for n in SEEDS}
 
 
 def cifar():
-    """Tier 1: every method as a curve. Tier 2: the baselines, alone and with a surrogate. Tier 3: one seed,
-    one point a method, against stronger attackers, and trained from scratch."""
-    curves = [cell for method, (*_, values) in METHODS.items() for cell in vary(method, *values)]
-    found, [(best, plugged_in)] = grid("tier1-", harden, 32, curves), points([BEST])
+    """Tier 1: every method as a curve. Tier 2: the baselines, alone and with a surrogate. Scratch: smaller
+    networks trained with their method from the start; PATROL changes the network and has no other way. Tier
+    3: one seed, one point a method, against stronger attackers. Tier 4: one thing changed at a time."""
+    curves = [cell for method, (_, _, values) in METHODS.items() for cell in vary(method, *values)]
+    found = grid("tier1-", harden, points()) | grid("tier1-", harden, curves)  # one point each comes first
+    [(best, plugged_in)] = points([BEST])
     for name, strength in BASELINES.items():
         alone = f"--defense {name} --strength {strength:g}"
         pair = [(f"{name}-strength{strength:g}", alone), (f"{name}+{best}", f"{alone} {plugged_in}")]
-        start = scratch if name == "patrol" else harden  # patrol changes the network: it has no base
-        found |= grid("tier2-", start, 32, pair[name in METHODS :])
+        if name == "patrol":
+            found |= grid("scratch-", scratch, [*points(), *pair])
+        else:
+            found |= grid("tier2-", harden, pair[name in METHODS :])
     for family, how in ATTACKERS.items():
-        found |= grid(f"tier3{family}-", harden, 32, [(name, f"{f} {how}") for name, f in points()], [0])
-    return found | grid("tier3scratch-", scratch, 32, points(), [0])
-
-
-def ablations():
-    """Tier 4: one thing changed at a time, on the small networks; behind another cut from scratch."""
-    found = points(("none", *ABLATIONS))
+        found |= grid(f"tier3{family}-", harden, [(name, f"{f} {how}") for name, f in points()], [0])
     for method, changes in ABLATIONS.items():
         for change in changes:
             words = re.sub(r"(\w+)=(\w+),?", lambda m: f" --{m[1].replace('_', '-')} {m[2]}", change)
-            found += [(f"{method}-{change}", flags + words) for _, flags in points([method])]
-    cells = grid("w16-", harden, 16, found)
+            changed = [(f"{method}-{change}", flags + words) for _, flags in points([method])]
+            found |= grid("tier4-", harden, changed)
     for cut in (1, 3):
         behind = [(name, f"{flags} --cut {cut}") for name, flags in points(("none", "cluster"))]
-        cells |= grid(f"cut{cut}-", scratch, 16, behind)
-    return cells
+        found |= grid(f"tier4cut{cut}-", scratch, behind)
+    return found
 
 
 def datasets():
     """Tier 5: 180 classes of Tiny ImageNet, made smaller, and the faces, from scratch."""
-    start, found = lambda images, n: f"{IMAGES[images]} --seed {n}", points(ELSEWHERE)
-    return grid("tiny-", start, "tiny", found) | grid("faces-", start, "faces", found)
+    on = lambda images: lambda n: f"{IMAGES[images]} --seed {n}"
+    return grid("tiny-", on("tiny"), points(ELSEWHERE)) | grid("faces-", on("faces"), points(ELSEWHERE))
 
 
-PRESETS = {grid.__name__: grid for grid in (shapes, again, bases, explore, cifar, ablations, datasets)}
+PRESETS = {grid.__name__: grid for grid in (shapes, again, bases, cifar, datasets)}
 
 
 def cells(preset, shard="1/1", only=""):

@@ -12,7 +12,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw  # comes with torchvision
 
 from bench.gain import front, gain_interval, mean_points
-from bench.grids import ATTACKERS, METHODS, POINTS, cells, made_by, vary
+from bench.grids import ATTACKERS, METHODS, POINTS, cells, made_by, points, vary
 from harness.evaluation import LABEL_WIDTH
 from harness.files import UserError, read_ours, say, write
 from harness.monitor import figure_of, save
@@ -20,13 +20,16 @@ from harness.options import OF_THE_PLACE
 
 ROOT = Path(__file__).resolve().parent
 # column: (key in a cell's "figures", scale, digits)
-COLUMNS = {"accuracy %": ("accuracy", 100, 2), "decoder MSE (test)": ("mse", 1, 4), "SSIM": ("ssim", 1, 3),
+COLUMNS = {"accuracy %": ("accuracy", 100, 2), "attacker's MSE (test)": ("mse", 1, 4), "SSIM": ("ssim", 1, 3),
            "leakage, bits ≤": ("bits", 1, 0), "dFIL": ("dfil", 1, 2)}  # fmt: skip
 COST = {"cost of a step": ("cost", 1, 2)}
 CHOICE = {"validation accuracy %": ("val_accuracy", 100, 2), "minutes": ("minutes", 1, 0)}
-COMPARED_AT = "sigma0.2"  # noise alone whose accuracy the picture of reconstructions compares at
+COMPARED_AT = "sigma0.15"  # noise alone whose accuracy the picture of reconstructions compares at
 SIZES = [name for name in ATTACKERS if name.startswith("size")]
-NOISE_OF = {"tier2": "tier1"}  # the family whose noise alone a family stands beside, where it has none itself
+NOISE_OF = {
+    "tier2": "tier1",
+    "tier4": "tier1",
+}  # the family whose noise alone a family stands beside, where it has none itself
 
 
 def read_cell(path):
@@ -109,29 +112,33 @@ def figures(results, columns=COLUMNS):
     return shown
 
 
-def show_gain(own, other, runs):
+def show_gain(own, other, runs, through=None):
     """With its interval, and the number of seeds it stands on where those are fewer than the runs."""
-    mean, low, high, n = gain_interval(own, other)
+    mean, low, high, n = gain_interval(own, other, through)
     interval = f" ({low:.2f} to {high:.2f})" if low else ""
     return f"{mean:.2f}{interval}{f' [{n} of {runs} seeds]' if n < runs else ''}" if n else "–"
 
 
-def table(found, more, over=(), whole=False):
+def table(found, more, over=(), whole=False, columns=COLUMNS):
     """A row a setting, with its gain over each method of `over` in its family, at its own accuracy. `whole`:
-    of tier 1 only the point of each method, with the gain of its whole curve."""
-    rows, columns = [], COLUMNS | more
-    for family, method, setting in dict.fromkeys((r["family"], r["method"], r["setting"]) for r in found):
+    of tier 1 only noise alone and the point of each method, with the gain of its whole curve."""
+    rows, columns = [], columns | more
+    keys = dict.fromkeys((r["family"], r["method"], r["setting"]) for r in found)
+    if whole:
+        keys = [key for key in (("tier1", *name.split("-")) for name, _ in points()) if key in keys]
+    for family, method, setting in keys:
         curve = select(found, family=family, method=method)
         results = select(curve, setting=setting)
-        if whole and (family != "tier1" or not is_point(method, setting)):
-            continue
-        row = [" ".join(filter(None, (family, method, setting))), *figures(results, columns)]
-        for name in over:
-            other = select(found, family=NOISE_OF.get(family, family), method=name)
-            gain = show_gain(line(curve if whole else results), line(other), len(results))
-            row.append("1" if name == method else gain)
+        name = ["noise alone" if method == "none" else method, re.sub(r"(?<=[a-z])(?=\d)", " ", setting)]
+        name = name if whole else [family, method, setting]
+        row = [" ".join(filter(None, name)), *figures(results, columns)]
+        beside = select(found, family=NOISE_OF.get(family, family))
+        of = {name: line(select(beside, method=name)) for name in ("none", *over)}
+        for other in over:
+            own, through = line(curve if whole else results), None if other == "none" else of["none"]
+            row.append("1" if other == method else show_gain(own, of[other], len(results), through))
         rows.append([*row, str(len(results))])
-    gains = [f"gain over {'noise alone' if name == 'none' else name} (95 %)" for name in over]
+    gains = [f"gain over {'noise alone' if other == 'none' else other} (95 %)" for other in over]
     return markdown(["method", *columns, *gains, "n"], rows)
 
 
@@ -167,22 +174,33 @@ def shapes_picture(found, root):
     return "![Originals above what the decoder made of them, seed 0](figures/shapes.png)" if drawn else ""
 
 
-def curves_picture(found, root):
-    """Tier 1: every seed a thin line, the means of equal settings a thick one."""
-    path = root / "figures/curves.png"
+def draw_lines(path, lines, **axis):
+    """[(method, x, error, look)] on one pair of axes; a method has one colour, noise alone is black."""
     figure = figure_of(path, 7, 4.5)
     if figure is not None:
-        axes = figure.add_subplot(
-            xlabel="test accuracy, %", ylabel="attacker's MSE, test images", yscale="log"
-        )
-        for i, method in enumerate(METHODS):
-            by_seed = line(select(found, family="tier1", method=method))
-            thin = [(points.values(), {"linewidth": 0.5, "markersize": 1.5}) for points in by_seed.values()]
-            for points, look in [(mean_points(by_seed), {"label": method}), *thin]:
-                accuracy, error = zip(*front(points)) if points else ((), ())
-                axes.plot([100 * a for a in accuracy], error, "o-", color=f"C{i}", **look)
+        axes = figure.add_subplot(**axis)
+        axes.set_yscale("log", subs=(1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 4, 5, 6, 7, 8, 9))
+        axes.yaxis.set_major_formatter("{x:.3f}")
+        axes.yaxis.set_minor_formatter("{x:.3f}")
+        colours = dict(zip(METHODS, ["black", *(f"C{i}" for i in range(len(METHODS)))]))
+        for method, x, error, look in lines:
+            axes.plot(x, error, "o-", color=colours[method], **look)
         axes.legend(fontsize=8)
         save(figure, path)
+
+
+def curves_picture(found, root):
+    """Tier 1: every seed a thin line, the means of equal settings a thick one."""
+    lines = []
+    for method in METHODS:
+        by_seed = line(select(found, family="tier1", method=method))
+        thin = [(of.values(), {"linewidth": 0.5, "markersize": 1.5}) for of in by_seed.values()]
+        for of, look in [(mean_points(by_seed), {"label": method}), *thin]:
+            if of:
+                accuracy, error = zip(*front(of))
+                lines.append((method, [100 * a for a in accuracy], error, look))
+    axis = {"xlabel": "test accuracy, %", "ylabel": "attacker's MSE, test images"}
+    draw_lines(root / "figures/curves.png", lines, **axis)
     return "![Test accuracy against the attacker's error](figures/curves.png)"
 
 
@@ -203,27 +221,37 @@ def equal_accuracy_picture(found, root):
 
 def attackers_picture(found, root):
     """Seed 0, one point a method: the error against the size of the decoder, from tier 1 and tier 3."""
-    path, families = root / "figures/attackers.png", ("tier1", *(f"tier3{size}" for size in SIZES))
+    families = ("tier1", *(f"tier3{size}" for size in SIZES))
     runs = [r for r in found if r["family"] in families and r["config"]["seed"] == 0]
     runs = [r for r in runs if is_point(r["method"], r["setting"])]
-    lines = {m: select(runs, method=m) for m in METHODS if len(select(runs, method=m)) > 1}
-    figure = figure_of(path, 7, 4.5) if lines else None
-    if figure is not None:
-        words = {"xlabel": "parameters of the decoder", "ylabel": "its MSE, test images"}
-        axes = figure.add_subplot(xscale="log", yscale="log", **words)
-        for i, method in enumerate(METHODS):
-            size = lambda r: r["attacks"]["decoder"]["params"]
-            of = sorted(lines.get(method, ()), key=size)
+    size, lines = lambda r: r["attacks"]["decoder"]["params"], []
+    for method in METHODS:
+        of = select(runs, method=method)
+        if len(of) > 1:
+            of = sorted(of, key=size)
             error = [r["attacks"]["decoder"]["test"]["mse"] for r in of]
-            axes.plot([size(r) for r in of], error, "o-", color=f"C{i}", label=method if of else None)
-        axes.legend(fontsize=8)
-        save(figure, path)
-    return "![The decoder's error against its size, seed 0](figures/attackers.png)" if lines else ""
+            lines.append((method, list(map(size, of)), error, {"label": method}))
+    if not lines:
+        return ""
+    axis = {"xscale": "log", "xlabel": "parameters of the decoder", "ylabel": "its MSE, test images"}
+    draw_lines(root / "figures/attackers.png", lines, **axis)
+    return "![The decoder's error against its size, seed 0](figures/attackers.png)"
 
 
 JPEG = "This CIFAR-10 was re-saved as JPEG: its figures compare with each other, not with a paper's."
 POINT, SETTING = {"more": COST, "over": ["none", "gmm"], "whole": True}, {"more": CHOICE, "over": ["none"]}
 SECTIONS = [
+    ("cifar", "CIFAR-10: each method against more noise",
+     "Networks of width 32, hardened by each method. A row is one setting of a method; its gains are those\n"
+     f"of the curve through all settings that every seed ran. {JPEG}",
+     POINT, curves_picture, attackers_picture, equal_accuracy_picture),
+    ("cifar", "CIFAR-10: every setting",
+     "Gains are at the setting's own accuracy. tier2: other defences, alone and with a surrogate. scratch:\n"
+     "networks of width 16, trained with the method from the start. tier3: one seed, against stronger\n"
+     f"attackers. tier4: one thing changed at a time. {JPEG}", SETTING),
+    ("bases", "CIFAR-10: the networks that are hardened",
+     f"Width 32, trained on 45,000 images without a surrogate, on one thread. {JPEG}", {"more": CHOICE}),
+    ("datasets", "Other images", "180 classes of Tiny ImageNet at 32x32, and faces; from scratch.", SETTING),
     ("shapes", "Drawn images: the default run of each surrogate",
      "The same command with another `--surrogate`, each at its default λ. Accuracies differ, so this shows\n"
      "what a run gives, not which loss is better. `clean` is a run without noise.",
@@ -231,19 +259,6 @@ SECTIONS = [
     ("again", "The first command on two threads",
      "Rounding differs with the number of threads, and training carries it far: compare with gated above,\n"
      "which ran on one.", {"more": {}}),
-    ("bases", "CIFAR-10: the networks that are hardened",
-     f"Trained on 45,000 images without a surrogate, on one thread (w: width). {JPEG}", {"more": CHOICE}),
-    ("cifar", "CIFAR-10: each method against more noise",
-     "Networks of width 32, hardened by each method. A row is the setting that the rule in bench/grids.py\n"
-     f"takes on validation accuracy; its gains are those of the method's whole curve. {JPEG}",
-     POINT, curves_picture, attackers_picture, equal_accuracy_picture),
-    ("cifar", "CIFAR-10: every setting",
-     "Gains are at the setting's own accuracy. tier2: other defences, alone and with a surrogate. tier3:\n"
-     f"one seed, against stronger attackers, and trained from scratch. {JPEG}", SETTING),
-    ("ablations", "Ablations", f"One thing changed at a time, on networks of width 16. {JPEG}", SETTING),
-    ("datasets", "Other images", "180 classes of Tiny ImageNet at 32x32, and faces; from scratch.", SETTING),
-    ("explore", "CIFAR-10, one seed: exploration",
-     f"A network of width 16, hardened by each method: where λ lies. It concludes nothing. {JPEG}", SETTING),
 ]  # fmt: skip
 
 
@@ -256,15 +271,26 @@ def fill(page, name, body):
     write(page, re.sub(marked, lambda m: f"{m[1]}{body}\n{m[2]}", text, flags=re.S))
 
 
+def fill_gains(page, root):
+    """Numbers in prose: **...**<!-- gain A over B --> becomes what tier 1 has, with its interval."""
+    found, text = load_cells("cifar", root), read_ours(page, lambda page: page.read_text(encoding="utf-8"))
+    curve = lambda name: line(select(found, family="tier1", method="none" if name == "noise" else name))
+
+    def shown(match):
+        a, b, through = curve(match[1]), curve(match[2]), None if match[2] == "noise" else curve("noise")
+        return f"**{show_gain(a, b, len(a), through)}**<!-- gain {match[1]} over {match[2]} -->"
+
+    write(page, re.sub(r"\*\*[^*]*\*\*<!-- gain (\S+) over (\S+) -->", shown, text))
+
+
 def fill_readme(page, root):
     """README's first table, and what to expect of its first command: the range over all cells that ran it."""
-    found = [r for r in load_cells("shapes", root) if r["method"] != "clean"]
-    again = select(found, method="gated") + load_cells("again", root)
-    if again:
+    found = [r for r in load_cells("cifar", root) if r["family"] == "tier1"]
+    if found:
         columns = dict(list(COLUMNS.items())[:2])
-        methods = dict.fromkeys(r["method"] for r in found)
-        rows = [[m, *figures(of := select(found, method=m), columns), str(len(of))] for m in methods]
-        fill(page, "shapes", markdown(["method", *columns, "n"], rows))
+        fill(page, "cifar", table(found, {}, ["none"], whole=True, columns=columns))
+    again = select(load_cells("shapes", root), method="gated") + load_cells("again", root)
+    if again:
         thousandths = {
             key: [round(1000 * r["figures"][key], 3) for r in again] for key in ("accuracy", "mse")
         }
@@ -274,6 +300,7 @@ def fill_readme(page, root):
         mse = f"{low['mse'] / 1000:.3f} to {high['mse'] / 1000:.3f} on test images"
         runs = f"{len(again)} runs: seeds 0 to 2, on one and on two threads"
         fill(page, "expect", f"Expect an accuracy of {accuracy} and an MSE of {mse}\n({runs}).")
+    fill_gains(page, root)
 
 
 def report(root=ROOT):
@@ -293,8 +320,10 @@ def report(root=ROOT):
     blocks += ["## Speed", words, markdown(["what", "ratio"], rows)] if rows else []
     body = "\n\n".join(blocks) or "No cell has been run with this version yet."
     fill(root / "RESULTS.md", "results", f"\n{body}\n")
-    if (root.parent / "README.md").exists():
-        fill_readme(root.parent / "README.md", root)
+    fill_gains(root / "RESULTS.md", root)
+    for page in (root.parent / "README.md", root.parent / "README.zh.md"):
+        if page.exists():
+            fill_readme(page, root)
 
 
 def compare(folders, out):

@@ -12,6 +12,7 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import sentence
 from PIL import Image
 
@@ -72,20 +73,29 @@ def test_interval_over_seeds():
     assert gain.gain_interval({}, b) == (None, None, None, 0)
 
 
+def test_a_gain_through_a_third_curve_needs_no_common_accuracy():
+    noise = {s: {"x": (0.6, 0.01), "y": (0.5, 0.04)} for s in (0, 1, 2)}  # 0.02 at 55 %
+    a, b = {0: {"p": (0.55, 0.06)}, 1: {"p": (0.5, 0.08)}}, {0: {"q": (0.6, 0.02)}, 1: {"q": (0.55, 0.02)}}
+    assert gain.gain_interval(a, b)[3] == 0
+    # seed 0: (0.06 / 0.02) / (0.02 / 0.01), seed 1: (0.08 / 0.04) / (0.02 / 0.02)
+    mean, low, high, n = gain.gain_interval(a, b, noise)
+    assert mean == pytest.approx(math.sqrt(1.5 * 2)) and n == 2
+    assert low * high == pytest.approx(1.5 * 2) and low == pytest.approx(mean * (1.5 / 2) ** (12.706 / 2))
+    assert gain.gain_interval(a, {0: {"q": (0.9, 1.0)}, 1: b[1]}, noise)[3] == 1  # noise never has 90 %
+
+
 def test_only_equal_settings_are_averaged():
     by_seed = {
         0: {"x": (0.6, 0.01), "y": (0.5, 0.04)},
-        1: {"y": (0.4, 0.02), "x": (0.7, 0.03)},  # another order
-        2: {"x": (0.1, 9.0)},  # lacks y
-        3: {"x": (0.1, 9.0), "z": (0.1, 9.0)},  # as many, but others
+        1: {"y": (0.4, 0.02), "x": (0.7, 0.03), "z": (0.1, 9.0)},  # another order, and one that seed 0 lacks
     }
-    assert gain.whole_curves(by_seed) == {}  # none ran x, y and z
-    del by_seed[3]
-    assert set(gain.whole_curves(by_seed)) == {0, 1}
+    assert gain.same_settings(by_seed) == {s: {k: p[k] for k in ("x", "y")} for s, p in by_seed.items()}
     assert sorted(gain.mean_points(by_seed)) == [pytest.approx((0.45, 0.03)), pytest.approx((0.65, 0.02))]
-    # seed 2 would be 900 times as high
-    assert gain.gain_interval(by_seed, by_seed)[3] == 2
-    assert gain.mean_points({}) == []
+    # a seed that only one side ran takes no setting from the others
+    more = {**by_seed, 2: {"x": (0.1, 9.0)}}
+    assert gain.gain_interval(by_seed, more) == gain.gain_interval(by_seed, by_seed) == (1.0, 1.0, 1.0, 2)
+    assert gain.same_settings({0: {"x": (0.1, 9.0)}, 1: {"y": (0.1, 9.0)}}) == {0: {}, 1: {}}
+    assert gain.gain_interval(by_seed, {0: {}, 1: {}})[3] == 0 and gain.mean_points({}) == []
 
 
 # ------------------------------------------------------------------------------------------------ λ
@@ -105,7 +115,7 @@ def test_points_are_what_the_rule_takes_from_the_finished_cells():
     found = tables.load_cells("cifar")
     mean = lambda cells: statistics.fmean(r["val_accuracy"] for r in cells)
     noise = tables.select(found, family="tier1", method="none", setting="sigma0.1")
-    for method, (knob, _, _, values) in grids.METHODS.items():
+    for method, (knob, _, values) in grids.METHODS.items():
         runs = {
             v: tables.select(found, family="tier1", method=method, setting=f"{knob}{v:g}") for v in values
         }
@@ -128,15 +138,13 @@ def test_every_cell_is_a_command_that_train_takes(preset):
 
 
 def test_what_the_grids_hold():
-    shapes, bases, explore, cifar = (dict(grids.cells(p)) for p in ("shapes", "bases", "explore", "cifar"))
-    assert len(shapes) == 19 and len(bases) == 6 and all(name.endswith("-seed0") for name in explore)
-    assert {grids.settings(f)["epochs"] for f in explore.values()} == {2}
-    assert {grids.settings(f)["attack_epochs"] for f in explore.values()} == {"auto"}
-    tier1 = [name for name in cifar if name.startswith("tier1")]
-    assert len(tier1) == 3 * (5 + 9 * 3)
+    shapes, bases, cifar = (dict(grids.cells(p)) for p in ("shapes", "bases", "cifar"))
+    tier1 = [grids.settings(f) for name, f in cifar.items() if name.startswith("tier1")]
+    assert len(shapes) == 19 and len(bases) == 3 and len(tier1) == 3 * (5 + 10 * 3)
+    assert {(s["epochs"], s["attack_epochs"]) for s in tier1} == {(2, "auto")}
     patrol = [f for name, f in cifar.items() if "patrol" in name]
     assert len(patrol) == 6 and not any("--init" in f for f in patrol)  # it changes the network
-    assert grids.settings(patrol[0])["epochs"] == 38  # as many as base and hardening
+    assert all(f.startswith(grids.scratch("")) for f in patrol) and "scratch-none-sigma0.1-seed0" in cifar
 
 
 def test_shards_cover_the_grid_once_and_only_takes_a_whole_name_alone():
@@ -153,19 +161,24 @@ def test_shards_cover_the_grid_once_and_only_takes_a_whole_name_alone():
 
 
 def test_images_come_from_a_folder_or_from_the_named_data_set(tmp_path):
-    words = program.command("--dataset cifar10 --width 16", tmp_path, "runs")
-    assert words == [
+    named = ["--data-dir", str(tmp_path)]  # torchvision's layout
+    assert (
+        program.command("--dataset cifar10 --width 16", tmp_path)
+        == "--dataset cifar10 --width 16".split() + named
+    )
+    (tmp_path / "cifar10").mkdir()
+    folder = ["--dataset", str(tmp_path / "cifar10"), *named]
+    assert program.command("--dataset cifar10", tmp_path) == [
         "--dataset",
         "cifar10",
-        "--width",
-        "16",
-        "--data-dir",
-        str(tmp_path),
-    ]  # torchvision's layout
-    (tmp_path / "cifar10").mkdir()
-    assert program.command("--dataset cifar10", tmp_path, "runs")[1] == str(tmp_path / "cifar10")
-    assert program.command("--init BASE/w16-seed0", tmp_path, "a b")[1] == "a b/bases/w16-seed0"
-    sentence(lambda: program.command("--dataset orl-faces", tmp_path, "runs"), tmp_path / "orl-faces")
+        *folder,
+    ]  # the last counts
+    assert program.command("--init BASE/w32-seed0", tmp_path, "a b") == [
+        "--init",
+        "a b/bases/w32-seed0",
+        *folder,
+    ]
+    sentence(lambda: program.command("--dataset orl-faces", tmp_path), tmp_path / "orl-faces")
 
 
 # ------------------------------------------------------------------------------------------------ cells
@@ -209,23 +222,28 @@ def test_a_base_and_a_cell_that_starts_from_it(root, monkeypatch, capsys):
         f"--init BASE/w16-seed0 {TINY} --lr 0.01 --warmup 0 --attack-epochs 1 --attack-size 1x8 --sigma 0.2"
     )
     monkeypatch.setitem(grids.PRESETS, "bases", lambda: {"w16-seed0": f"{TINY} --attack none --seed 0"})
-    monkeypatch.setitem(grids.PRESETS, "explore", lambda: {"none-sigma0.2-seed0": hardened})
+    monkeypatch.setitem(grids.PRESETS, "cifar", lambda: {"none-sigma0.2-seed0": hardened})
     run = lambda preset: program.run_cells(preset, root / "images", runs_dir=root / "runs", root=root)
 
-    sentence(lambda: run("explore"), "1 of 1 cells broke")
+    sentence(lambda: run("cifar"), "1 of 1 cells broke")
     assert "w16-seed0 is not trained yet" in capsys.readouterr().out
     run("bases")
-    run("explore")
+    # kept is what --init needs: the weights in half the bytes, and no optimiser
+    full, kept = (torch.load(root / of / "w16-seed0/checkpoint.pt") for of in ("runs/bases", "bases"))
+    assert {"optimizer", "cels"} <= set(full) - set(kept)
+    for name, weight in full["weights"].items():
+        assert torch.equal(kept["weights"][name], weight.half() if weight.is_floating_point() else weight)
+    run("cifar")
     capsys.readouterr()
-    run("explore")
-    assert capsys.readouterr().out == "explore: 1 of 1 cells were finished already\n"
-    for path in (root / "cells").rglob("*.json"):
-        assert str(root) not in path.read_text(), path  # no folder of this machine
-    cell = json.loads((root / "cells/explore/none-sigma0.2-seed0.json").read_text())
-    assert cell["config"]["init"] == "runs/bases/w16-seed0" and cell["config"]["dataset"] == "shapes"
-    assert cell["environment"]["command"].startswith("python train.py --init runs/bases/w16-seed0 --width 2")
+    run("cifar")
+    assert capsys.readouterr().out == "cifar: 1 of 1 cells were finished already\n"
+    for path in [*(root / "cells").rglob("*.json"), *(root / "bases").rglob("*.pt")]:
+        assert str(root).encode() not in path.read_bytes(), path  # no folder of this machine
+    cell = json.loads((root / "cells/cifar/none-sigma0.2-seed0.json").read_text())
+    assert cell["config"]["init"] == "bench/bases/w16-seed0" and cell["config"]["dataset"] == "shapes"
+    assert cell["environment"]["command"].startswith("python train.py --init bench/bases/w16-seed0 --width 2")
     # the figures of a base are not enough: the network itself is needed
-    shutil.rmtree(root / "runs" / "bases")
+    shutil.rmtree(root / "bases")
     monkeypatch.setattr(program.subprocess, "run", lambda *a, **k: types.SimpleNamespace(returncode=1))
     sentence(lambda: run("bases"), "1 of 1")
 
@@ -324,12 +342,12 @@ def test_a_missing_figure_is_a_dash_and_copies_are_not_ours(root, capsys):
 
 
 def test_cells_of_one_base_are_paired_or_refused(root):
-    name = "none-sigma0.{}-seed0"
-    put(root, "explore", name.format(1), base={"name": "w16-seed0", "hash": "a"})
-    put(root, "explore", name.format(2), base={"name": "w16-seed0", "hash": "a"})
-    assert len(tables.load_cells("explore", root)) == 2
-    put(root, "explore", name.format(2), base={"name": "w16-seed0", "hash": "b"})
-    sentence(lambda: tables.load_cells("explore", root), "cells/explore", "different networks")
+    name = "tier1-none-sigma0.{}-seed0"
+    put(root, "cifar", name.format(1), base={"name": "w16-seed0", "hash": "a"})
+    put(root, "cifar", name.format(2), base={"name": "w16-seed0", "hash": "a"})
+    assert len(tables.load_cells("cifar", root)) == 2
+    put(root, "cifar", name.format(2), base={"name": "w16-seed0", "hash": "b"})
+    sentence(lambda: tables.load_cells("cifar", root), "cells/cifar", "different networks")
 
 
 def test_every_committed_cell_is_what_its_command_makes_today(capsys):
@@ -378,17 +396,14 @@ def test_the_shapes_table_has_mean_and_deviation_over_seeds_and_the_cost_of_a_st
 
 
 def test_gain_of_a_setting_is_at_its_own_accuracy_in_its_own_family(root):
-    noise(root, "explore")
-    put(root, "explore", "gmm-lambda0.0008-seed0", accuracy=0.55, mse=0.03)
-    put(root, "explore", "gated-lambda2-seed0", accuracy=0.7)
+    noise(root, "cifar", "tier1-")
+    put(root, "cifar", "tier1-gmm-lambda0.0008-seed0", accuracy=0.55, mse=0.03)
+    put(root, "cifar", "tier1-gated-lambda2-seed0", accuracy=0.7)
     tables.report(root)
-    rows = table_in(root, "CIFAR-10, one seed")
-    assert rows["gmm lambda0.0008"][-2:] == ["1.50", "1"]
-    assert rows["gated lambda2"][-2] == "–"  # noise alone does not reach its accuracy
-    assert rows["none sigma0.1"][-2] == "1"
-    assert "exploration" in section(root, "CIFAR-10, one seed") and "JPEG" in section(
-        root, "CIFAR-10, one seed"
-    )
+    rows = table_in(root, "CIFAR-10: every setting")
+    assert rows["tier1 gmm lambda0.0008"][-2:] == ["1.50", "1"]
+    assert rows["tier1 gated lambda2"][-2] == "–"  # noise alone does not reach its accuracy
+    assert rows["tier1 none sigma0.1"][-2] == "1" and "JPEG" in section(root, "CIFAR-10: every setting")
 
 
 def test_the_cifar_table_compares_whole_curves_of_the_seeds_that_have_them(root):
@@ -399,7 +414,7 @@ def test_the_cifar_table_compares_whole_curves_of_the_seeds_that_have_them(root)
     put(root, "cifar", "tier1-gmm-lambda0.0008-seed2", accuracy=0.6, mse=9.0)  # lacks the other setting
     put(root, "cifar", "tier2-dropout-strength0.1-seed0", accuracy=0.55, mse=0.05)
     tables.report(root)
-    row = table_in(root, "CIFAR-10: each method")["tier1 gmm lambda0.0008"]
+    row = table_in(root, "CIFAR-10: each method")["gmm lambda 0.0008"]
     middle, factor = math.sqrt(1.2 * 1.4), math.exp(12.706 * math.log(1.4 / 1.2) / 2)
     expected = f"{middle:.2f} ({middle / factor:.2f} to {middle * factor:.2f}) [2 of 3 seeds]"
     assert row[-3:] == [expected, "1", "3"]
@@ -446,26 +461,43 @@ def test_the_committed_pages_are_what_their_cells_make(tmp_path):
     if (tables.ROOT / "cells").exists():
         shutil.copytree(tables.ROOT / "cells", root / "cells")
     shutil.copy(tables.ROOT / "RESULTS.md", root)
-    shutil.copy(tables.ROOT.parent / "README.md", tmp_path)
+    for name in ("README.md", "README.zh.md"):
+        shutil.copy(tables.ROOT.parent / name, tmp_path)
     tables.report(root)
-    for page in (root / "RESULTS.md", tmp_path / "README.md"):
+    for page in (root / "RESULTS.md", tmp_path / "README.md", tmp_path / "README.zh.md"):
         committed = tables.ROOT.parent / page.relative_to(tmp_path)
         assert page.read_bytes() == committed.read_bytes(), "run python -m bench report"
 
 
 def test_readme_says_what_to_expect_of_all_runs_of_its_command(tmp_path):
     root, page = tmp_path / "bench", tmp_path / "README.md"
-    page.write_text("<!-- shapes -->\n<!-- /shapes -->\n<!-- expect -->\n<!-- /expect -->\n")
+    page.write_text("<!-- cifar -->\nold\n<!-- /cifar -->\n<!-- expect -->\n<!-- /expect -->\n")
     put(root, "shapes", "gated-seed0", accuracy=0.991, mse=0.02)
     put(root, "shapes", "gated-seed1", accuracy=0.995, mse=0.01)
     put(root, "shapes", "none-seed0", accuracy=0.999, mse=0.005)
     put(root, "again", "gated-seed0", accuracy=0.985, mse=0.012)
     tables.fill_readme(page, root)
     text = page.read_text()
-    assert "98.5 to 99.5 %" in text and "0.010 to 0.020" in text and "3 runs" in text
-    assert (
-        "| gated | 99.30 ± 0.28 | 0.0150 ± 0.0071 | 2 |" in text and "| none | 99.90 | 0.0050 | 1 |" in text
-    )
+    assert "98.5 to 99.5 %" in text and "0.010 to 0.020" in text and "3 runs" in text and "old" in text
+    noise(root, "cifar", "tier1-")
+    put(root, "cifar", "tier1-gmm-lambda0.0008-seed0", accuracy=0.55, mse=0.03)
+    tables.fill_readme(page, root)
+    assert "| gmm lambda 0.0008 | 55.00 | 0.0300 | 1.50 | 1 |" in page.read_text()
+    assert "| noise alone sigma 0.2 | 50.00 | 0.0400 | 1 | 1 |" in page.read_text()
+
+
+def test_a_gain_in_prose_is_that_of_the_cells(tmp_path):
+    root, page = tmp_path / "bench", tmp_path / "page.md"
+    noise(root, "cifar", "tier1-", seeds=(0, 1))
+    for seed, mse in ((0, 0.03), (1, 0.02)):
+        put(root, "cifar", f"tier1-gmm-lambda0.0008-seed{seed}", accuracy=0.55, mse=mse)
+        put(root, "cifar", f"tier1-slot-lambda2-seed{seed}", accuracy=0.6, mse=mse)
+    page.write_text("a **x**<!-- gain gmm over noise -->, **y** and **z**<!-- gain slot over gmm -->")
+    tables.fill_gains(page, root)
+    middle, factor = math.sqrt(1.5), math.exp(12.706 * math.log(1.5) / 2)
+    shown = f"{middle:.2f} ({middle / factor:.2f} to {middle * factor:.2f})"
+    slot = "**2.00 (2.00 to 2.00)**<!-- gain slot over gmm -->"
+    assert page.read_text() == f"a **{shown}**<!-- gain gmm over noise -->, **y** and {slot}"
 
 
 def test_every_grid_but_the_bases_has_a_section(root):
@@ -533,7 +565,7 @@ def test_compare_prints_one_table_and_draws_one_picture(tmp_path, capsys):
 
 def test_the_picture_compares_each_method_near_the_accuracy_of_one_noise_level(root):
     red, green, blue, grey, black = (255, 0, 0), (0, 255, 0), (0, 0, 255), (9, 9, 9), (0, 0, 0)
-    runs = {"none-sigma0.1": (0.6, grey), "none-sigma0.2": (0.5, green), "none-sigma0.3": (0.51, black)}
+    runs = {"none-sigma0.1": (0.6, grey), "none-sigma0.15": (0.5, green), "none-sigma0.2": (0.51, black)}
     runs |= {"gmm-lambda0.0004": (0.55, grey), "gmm-lambda0.0008": (0.48, blue)}
     for name, (accuracy, colour) in runs.items():
         path = put(root, "cifar", f"tier1-{name}-seed0", accuracy=accuracy)
@@ -586,7 +618,7 @@ def test_compare_says_what_is_wrong_in_one_sentence(tmp_path, capsys):
 def test_list_into_head_ends_quietly():
     command = f"{sys.executable} -m bench list --preset cifar | head -1"
     done = subprocess.run(command, shell=True, cwd=HERE, capture_output=True, text=True)
-    assert done.stdout.count("\n") == 1 and "python train.py --init runs/bases/w32-seed0" in done.stdout
+    assert done.stdout.count("\n") == 1 and "python train.py --init bench/bases/w32-seed0" in done.stdout
     assert done.stderr == ""
 
 
