@@ -48,7 +48,7 @@ LOOK_SEED = 15_485_863  # and these from the noise on the images that are report
 MEMBERS_SHARE, MEMBERS_MAX = 0.1, 1000  # training images kept from the attacker, reported as `train`
 STOP_SHARE, STOP_MAX = 0.1, 1000
 FIT_MAX = 20_000  # images an attacker trains on
-BATCH, AUTO_BATCH, LR = 32, 64, 3e-3  # of the decoder, with --attack-epochs auto, and of its Adam
+BATCH, LR = 64, 3e-3  # of the decoder, and of its Adam
 GAN_WEIGHT, GAN_PENALTY, CRITIC_CHANNELS, CRITIC_LR = 1e-3, 10.0, 24, 2e-4
 WHITEBOX_IMAGES, WHITEBOX_STEPS, WHITEBOX_LR = 64, 300, 0.05
 WHITEBOX_TV, WHITEBOX_TV_NOISE = 1e-5, 0.1  # t = WHITEBOX_TV + WHITEBOX_TV_NOISE·σ²
@@ -103,7 +103,7 @@ def decoder_attack(victim, images, args, progress, known, make_term=None):
     mirrored = victim.features(images.fit.x.flip(-1))
     decoder = Decoder(straight.shape[1:], image_size, *args.attack_size)
     decoder = decoder.to(straight.device, memory_format=torch.channels_last)
-    batch = min(AUTO_BATCH if args.attack_epochs == "auto" else BATCH, len(images.fit))
+    batch = min(BATCH, len(images.fit))
 
     def pairs():
         order = torch.randperm(len(images.fit))

@@ -6,7 +6,8 @@ The other surrogates look at z and y. This one looks at x: [A §9] asks for I(X;
     t_i = the p×p×3 pixels under cell i, p = H/h                           [p_t]
     f_i = the k×k cells of z around it; what leaves is f_i + n             [q], q = c·k²
 
-both without their class mean at that place. Σ are averages over the m = B·h·w cells of the batch.
+both without their class mean at that place. Σ are averages over m cells: in training every second one in both
+directions, from a random first one (m = B·h·w/4, and each value of z is still in some f), which saves time.
 
     W   = Σ_tf (Σ_ff + σ²I)⁻¹                                  the best linear estimate of t from f + n
     E   = mean (W f − t)(W f − t)ᵀ + σ² W Wᵀ                   its error, Σ_tt − Σ_tf (Σ_ff + σ²I)⁻¹ Σ_ft
@@ -48,52 +49,51 @@ ROUNDING = 1 / (12 * 255**2)  # variance of the error in a pixel of [0, 1] that 
 class DirectCEL(nn.Module):
     """loss = cel(z, y, x), nothing to learn or refresh; the equations are at the top of the file."""
 
-    def __init__(self, num_classes, dim, sigma, shape=None, neighbourhood=3, measure="trace"):
+    def __init__(self, num_classes, dim, sigma, shape=None, neighbourhood=3, measure="trace", every=2):
         super().__init__()
         if measure not in MEASURES or (shape is not None and (len(shape) != 3 or math.prod(shape) != dim)):
             raise ValueError(f"measure {measure!r}, shape {shape}: use one of {MEASURES}, c·h·w = {dim}.")
-        if min(num_classes, dim, neighbourhood) < 1 or neighbourhood % 2 == 0 or not sigma > 0:
-            raise ValueError("num_classes, dim must be >= 1, neighbourhood odd and >= 1, sigma > 0.")
+        if min(num_classes, dim, neighbourhood, every) < 1 or neighbourhood % 2 == 0 or not sigma > 0:
+            raise ValueError("num_classes, dim, every must be >= 1, neighbourhood odd and >= 1, sigma > 0.")
         self.num_classes, self.dim, self.sigma = num_classes, dim, sigma
-        self.shape, self.neighbourhood, self.measure = shape, neighbourhood, measure
+        self.shape, self.neighbourhood, self.measure, self.every = shape, neighbourhood, measure, every
         self.register_buffer("precision", torch.empty(0), persistent=False)  # its dtype is the module's
         self.stats = {}
 
     def forward(self, z, y, x=None):
         flat, ok = usable_rows(self, z, y)  # [B, D], [B]
         c, h, w, p = sizes(z, x, self.shape)
-        k, sigma2 = self.neighbourhood, self.sigma**2
+        k, sigma2, every = self.neighbourhood, self.sigma**2, self.every if self.training else 1
         with torch.autocast(z.device.type, enabled=False):
-            x = x.detach().flatten(1).to(flat)  # [B, 3·H·W]
-            group, M, ok = groups(y, ok & x.sum(1).isfinite())  # [B] each; a NaN or Inf stays one in a sum
-            n = ok.sum().clamp(min=1) * (h * w)
+            x = x.detach().movedim(1, 3).to(flat)  # [B, H, W, 3]
+            group, M, ok = groups(y, ok & x.sum((1, 2, 3)).isfinite())  # [B]; a NaN or Inf stays one in a sum
+            rows, columns = looked_at(h, every, z.device), looked_at(w, every, z.device)  # [r], [s]
+            n = ok.sum().clamp(min=1) * (len(rows) * len(columns))
 
-            # t_i and f_i without their class mean, 0 in rows that are left out
+            # t_i and f_i without their class mean, 0 in rows of the batch that are left out
             z = centred(flat, group, M, ok).unflatten(1, (c, h, w))  # [B, c, h, w]
-            x = centred(x.nan_to_num(0, 0, 0), group, M, ok)  # [B, 3·H·W]
-            t = x.unflatten(1, (3, h, p, w, p)).permute(1, 3, 5, 0, 2, 4).flatten(0, 2)  # [p_t, B, h, w]
-            f = neighbourhoods(z.detach(), k)  # [q, n]
-            # W = Σ_tf (Σ_ff + σ²I)⁻¹
-            S_ff, S_ft = f @ f.T / n, f @ t.flatten(1).T / n  # [q, q], [q, p_t]
+            x = x.reshape(-1, h, p, w, p, 3).index_select(1, rows).index_select(3, columns)
+            x = centred(x.flatten(1).nan_to_num(0, 0, 0), group, M, ok).view_as(x)  # [B, r, p, s, p, 3]
+            t = x.permute(2, 4, 5, 1, 3, 0).flatten(3).flatten(0, 2)  # [p_t, n]
+            f = neighbourhoods(z, rows, columns, k)  # [q, n]
+            # W = Σ_tf (Σ_ff + σ²I)⁻¹, a constant for the gradient
+            S_ff, S_ft = f.detach() @ f.detach().T / n, f.detach() @ t.T / n  # [q, q], [q, p_t]
             W = torch.cholesky_solve(S_ft, cholesky(S_ff, sigma2, S_ff.trace())).T  # [p_t, q]
-            # W f, all over the map a convolution of z: here z gets its gradient
-            Wf = F.conv2d(z, W.unflatten(1, (c, k, k)), padding=k // 2).transpose(0, 1)  # [p_t, B, h, w]
             # E = mean (W f − t)(W f − t)ᵀ + σ² W Wᵀ, first its trace and that of Σ_tt
+            Wf = W @ f  # [p_t, n]
             tr_tt = t.square().sum() / n + len(W) * ROUNDING
             tr_E = F.mse_loss(Wf, t, reduction="sum") / n + sigma2 * W.square().sum() + len(W) * ROUNDING
             if self.measure == "trace":
-                # L = log( tr Σ_tt / tr E )
-                loss = torch.log(tr_tt / tr_E)
+                # L = log( tr Σ_tt / tr E ), below 0 by rounding alone
+                loss = torch.log(tr_tt / tr_E).clamp(min=0)
             else:
-                t, r = t.flatten(1), (Wf - t).flatten(1)  # [p_t, n] each
-                E = r @ r.T / n + sigma2 * W @ W.T  # [p_t, p_t]
+                E = (Wf - t) @ (Wf - t).T / n + sigma2 * W @ W.T  # [p_t, p_t]
                 # L = ½ log( |Σ_tt| / |E| ), and ½ log of a determinant is Σ log of its factor's diagonal
                 root_tt, root_E = cholesky(t @ t.T / n, ROUNDING, tr_tt), cholesky(E, ROUNDING, tr_tt)
                 loss = (root_tt.diagonal().log() - root_E.diagonal().log()).sum()
             set_stats(self, loss, "no batch had two rows that are finite in z and x: use larger batches", {
                 "spread": tr_E.detach() / len(W),
-                "above_tau": 1 - (tr_E / tr_tt).detach(),
-                "skipped": 1 - ok.to(z.dtype).mean(),
+                "above_tau": 1 - (tr_E / tr_tt).detach(), "skipped": 1 - ok.to(z.dtype).mean(),
             })  # fmt: skip
             return loss
 
@@ -130,12 +130,18 @@ def centred(v, group, M, ok):
     return (v - mean) * (one * (M / (M - 1)).sqrt())
 
 
-def neighbourhoods(z, k):
-    """f [c·k², B·h·w]: the k×k cells around each cell of z [B, c, h, w], 0 outside the map."""
-    h, w = z.shape[2:]
-    wide = F.pad(z.transpose(0, 1), [k // 2] * 4)  # [c, B, h+k−1, w+k−1]
-    around = [wide[:, :, i : i + h, j : j + w] for i in range(k) for j in range(k)]
-    return torch.stack(around, 1).flatten(2).flatten(0, 1)
+def looked_at(side, every, device):
+    """Every so many of `side` places, from a random first one; at least one, and all of them for 1."""
+    span = every * max(1, side // every)
+    return torch.randint(side - span + every, (), device=device) + torch.arange(0, span, every, device=device)
+
+
+def neighbourhoods(z, rows, columns, k):
+    """f [c·k², r·s·B]: the k×k cells of z around each cell of these rows and columns, 0 outside the map."""
+    wide = F.pad(z.permute(1, 2, 3, 0), [0, 0, *[k // 2] * 4])  # [c, h+k−1, w+k−1, B]
+    rows, columns = (torch.arange(k, device=z.device)[:, None] + at for at in (rows, columns))  # [k, ·] each
+    cells = rows[:, None, :, None] * wide.shape[2] + columns[:, None]  # [k, k, r, s]
+    return wide.flatten(1, 2).index_select(1, cells.flatten()).view(len(wide) * k * k, -1)
 
 
 def cholesky(S, floor, scale):

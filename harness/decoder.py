@@ -13,7 +13,7 @@ from harness.split_net import apply
 
 COARSE = 8  # most cells a side of the decoder's coarse picture
 CEILING = 60  # most epochs before the rate of an attacker of "auto" falls
-MUON_LR = 0.02  # of its convolutions
+MUON_LR, RISE = 0.02, 0.1  # of its convolutions; epochs in which the rates rise
 
 
 class Residual(nn.Module):
@@ -131,31 +131,29 @@ def fit_decoder(
 ):
     """Minimise ‖D(z') − x‖² over `pairs()`, batches of (z', x); keeps the epoch best on `stop_pairs()`.
 
-    epochs = a number: Adam, whose rate rises over the first tenth of them, then falls along a cosine.
-    epochs = "auto": Muon for the convolutions, Adam for the rest. The rate rises over a tenth of the first
-    epoch and stays until the stop error is `flat`, for CEILING epochs at most, then falls along a cosine for
-    half as many again. The attacker is then the mean of its weights over the last ninth of its steps or so:
-    at a constant rate the weights tremble, and their own error looks flat long before that of their mean is.
-    `term(D(z'), x)` is added to the loss if given.
+    Muon for the convolutions, Adam for the rest. The rate rises over a tenth of the first epoch, stays for
+    two thirds of the epochs and falls along a cosine in the last third. epochs = "auto": it stays until the
+    stop error is `flat`, for CEILING epochs at most. The attacker is the mean of its weights over the last
+    ninth of its steps or so: at a constant rate the weights tremble, and their own error looks flat long
+    before that of their mean is. `term(D(z'), x)` is added to the loss if given.
     -> epochs, best_epoch, stop_mse, converged, history.
     """
     auto = epochs == "auto"
-    kernels = [p for p in decoder.parameters() if auto and p.dim() == 4]
-    rest = [p for p in decoder.parameters() if not auto or p.dim() != 4]
+    kernels = [p for p in decoder.parameters() if p.dim() == 4]
+    rest = [p for p in decoder.parameters() if p.dim() != 4]
     optimizers = [(torch.optim.Adam(rest, lr), lr), *([(Muon(kernels, MUON_LR), MUON_LR)] if kernels else [])]
     # θ̄ ← θ̄ + 9 / (t + 9) · (θ − θ̄), BatchNorm's averages included
     mean = AveragedModel(
         decoder, avg_fn=lambda old, new, t: old + 9 / (t + 9) * (new - old), use_buffers=True
     )
-    judged, rise = (mean.module, 0.1) if auto else (decoder, 0.1 * epochs)
-    fall_from, end = (CEILING, math.ceil(1.5 * CEILING)) if auto else (0, epochs)
+    fall_from, end = (CEILING, math.ceil(1.5 * CEILING)) if auto else (epochs / 1.5, epochs)
     history, best_state, converged = [], None, False if auto else None
     while len(history) < end:
         decoder.train()
         for i, (sent, x) in enumerate(pairs()):
             now = len(history) + i / steps  # in epochs
             fallen = max(0, now - fall_from) / (end - fall_from)
-            share = 0.5 * (1 + math.cos(math.pi * fallen)) * min(1.0, (now + 1 / steps) / rise)
+            share = 0.5 * (1 + math.cos(math.pi * fallen)) * min(1.0, (now + 1 / steps) / RISE)
             reconstruction = apply(decoder, sent, precision)
             loss = F.mse_loss(reconstruction, x)
             loss = loss + term(reconstruction, x) if term else loss
@@ -164,17 +162,16 @@ def fit_decoder(
             for optimizer, peak in optimizers:
                 optimizer.param_groups[0]["lr"] = share * peak
                 optimizer.step()
-            if auto:
-                mean.update_parameters(decoder)
+            mean.update_parameters(decoder)
             progress((now + 1 / steps) / end)
-        judged.eval()
+        mean.eval()
         with torch.no_grad():
-            errors = [(F.mse_loss(judged(sent), x) * len(x), len(x)) for sent, x in stop_pairs()]
+            errors = [(F.mse_loss(mean(sent), x) * len(x), len(x)) for sent, x in stop_pairs()]
         history.append((sum(e for e, _ in errors) / sum(n for _, n in errors)).item())
         if not math.isfinite(history[-1]):
             raise UserError(f"the attacker diverged in its epoch {len(history)}; give it more images.")
         if history[-1] == min(history):
-            best_state = copy.deepcopy(judged.state_dict())
+            best_state = copy.deepcopy(mean.module.state_dict())
         if auto and len(history) <= CEILING and not converged and flat(history):
             converged, fall_from, end = True, len(history), math.ceil(1.5 * len(history))
     decoder.load_state_dict(best_state)

@@ -276,22 +276,27 @@ class Point(nn.Module):
         return self.value.expand(len(sent), 1)
 
 
-def test_the_best_epoch_on_stop_is_kept():
+def test_the_best_epoch_on_stop_is_kept(monkeypatch):
     """Pulled towards 1 for three epochs and away to 5 afterwards; the stopping images say 1."""
-    decoder, history, epoch = Point(), [], [0]
+    history, epoch, forward = [], [0], Point.forward
+
+    def seen_by(point, sent):
+        if not point.training and len(sent) == 3:  # the first batch of a look at the stopping images
+            history.append((point.value.item(), point.looks.item()))
+        return forward(point, sent)
+
+    monkeypatch.setattr(Point, "forward", seen_by)
 
     def pairs():
         epoch[0] += 1
         return [(torch.zeros(4, 1), torch.full((4, 1), 1.0 if epoch[0] <= 3 else 5.0))] * 20
 
-    def stop_pairs():
-        assert not decoder.training
-        history.append((decoder.value.item(), decoder.looks.item()))
-        return [(torch.zeros(3, 1), torch.ones(3, 1)), (torch.zeros(1, 1), torch.full((1, 1), 2.0))]
-
+    stop_pairs = lambda: [(torch.zeros(3, 1), torch.ones(3, 1)), (torch.zeros(1, 1), torch.full((1, 1), 2.0))]
+    decoder = Point()
     facts = fit_decoder(decoder, pairs, stop_pairs, epochs=8, steps=20, lr=0.1)
     errors = [(3 * (v - 1) ** 2 + (v - 2) ** 2) / 4 for v, _ in history]  # over images, not over batches
     assert facts["epochs"] == len(history) == 8 and facts["converged"] is None
+    assert facts["history"] == pytest.approx(errors, rel=1e-5)
     assert facts["best_epoch"] == 1 + int(np.argmin(errors)) < 8
     assert facts["stop_mse"] == pytest.approx(min(errors), rel=1e-5) and min(errors) < 0.5 * errors[-1]
     kept = history[facts["best_epoch"] - 1]
@@ -299,15 +304,16 @@ def test_the_best_epoch_on_stop_is_kept():
 
 
 def test_the_rate_rises_and_falls_and_progress_counts_every_step(monkeypatch):
+    """Up over a tenth of the first epoch, constant for two thirds of all, down along a cosine."""
     rates, seen = [], []
     step = torch.optim.Adam.step
     note = lambda self, *args: (rates.append(self.param_groups[0]["lr"]), step(self, *args))[1]
     monkeypatch.setattr(torch.optim.Adam, "step", note)
     pairs = lambda: [(torch.zeros(2, 1), torch.zeros(2, 1))] * 20
-    fit_decoder(Point(), pairs, pairs, epochs=5, steps=20, lr=0.1, progress=seen.append)
-    assert seen == pytest.approx([(i + 1) / 100 for i in range(100)])
-    cosine = [0.1 * 0.5 * (1 + math.cos(math.pi * i / 100)) * min(1, (i + 1) / 10) for i in range(100)]
-    assert rates == pytest.approx(cosine)
+    fit_decoder(Point(), pairs, pairs, epochs=6, steps=20, lr=0.1, progress=seen.append)
+    assert seen == pytest.approx([(i + 1) / 120 for i in range(120)])
+    fall = [0.05 * (1 + math.cos(math.pi * i / 40)) for i in range(40)]
+    assert rates == pytest.approx([0.05] + [0.1] * 79 + fall)
 
 
 @pytest.mark.parametrize("epochs, steps", [(1, 1), (2, 1), (10, 1), (1, 10), (5, 2)])

@@ -24,12 +24,12 @@ def batch(seed=0, B=40, shape=(2, 3, 4), p=2, classes=3, dtype=torch.float64):
     return z.to(dtype).requires_grad_(), y, x.to(dtype)
 
 
-def make(z, measure="trace", sigma=0.1, classes=3, **kwargs):
-    return DirectCEL(classes, z[0].numel(), sigma, measure=measure, **kwargs).to(z.dtype)
+def make(z, measure="trace", sigma=0.1, classes=3, every=1, **kwargs):
+    return DirectCEL(classes, z[0].numel(), sigma, measure=measure, every=every, **kwargs).to(z.dtype)
 
 
-def literal_cells(z, y, x, k):
-    """t [n, p_t] and f [n, q] of every cell, one image, cell and neighbour at a time."""
+def literal_cells(z, y, x, k, chosen=None):
+    """t [n, p_t] and f [n, q] of every cell that is looked at, one image, cell and neighbour at a time."""
     B, c, h, w = z.shape
     p = x.shape[2] // h
     ts, fs = [], []
@@ -41,7 +41,7 @@ def literal_cells(z, y, x, k):
         dz = (z[b] - sum(z[i] for i in group) / M) * math.sqrt(M / (M - 1))
         dx = (x[b] - sum(x[i] for i in group) / M) * math.sqrt(M / (M - 1))
         for i in range(h):
-            for j in range(w):
+            for j in range(w) if chosen is None else [j for j in range(w) if (i, j) in chosen]:
                 ts.append(dx[:, i * p : (i + 1) * p, j * p : (j + 1) * p].reshape(-1))
                 f = []
                 for a in range(c):
@@ -53,9 +53,9 @@ def literal_cells(z, y, x, k):
     return torch.stack(ts), torch.stack(fs)
 
 
-def literal_loss(z, y, x, sigma, measure, k=3):
+def literal_loss(z, y, x, sigma, measure, k=3, **cells):
     """The equations with E = Σ_tt − Σ_tf (Σ_ff + σ²I)⁻¹ Σ_ft; autograd goes through the inverse."""
-    t, f = literal_cells(z, y, x, k)
+    t, f = literal_cells(z, y, x, k, **cells)
     S_tt = t.T @ t / len(t) + ROUNDING * torch.eye(t.shape[1], dtype=t.dtype)
     S_tf, S_ff = t.T @ f / len(t), f.T @ f / len(t)
     E = S_tt - S_tf @ torch.linalg.inv(S_ff + sigma**2 * torch.eye(len(S_ff), dtype=t.dtype)) @ S_tf.T
@@ -144,6 +144,36 @@ def test_equals_the_literal_loop_and_the_gradient_through_the_solve(k, shape, p,
     (through_solve,) = torch.autograd.grad(expected, z)
     assert through_solve.abs().max() > 1e-4
     assert torch.allclose(grad, through_solve, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize(
+    "h, w, every, rows, columns", [(4, 6, 2, 2, 3), (3, 5, 2, 1, 2), (1, 2, 2, 1, 1), (6, 3, 3, 2, 1)]
+)
+def test_in_training_every_second_cell_from_a_random_first_one(h, w, every, rows, columns, measure):
+    """Each call is the literal loss of one choice of cells; all choices come, and every z gets a gradient."""
+    z, _, x = batch(21, B=12, shape=(2, h, w))
+    y = torch.arange(12) % 3
+    starts = [(a, b) for a in range(h - every * (rows - 1)) for b in range(w - every * (columns - 1))]
+    expected = {}
+    for a, b in starts:
+        chosen = {(a + every * i, b + every * j) for i in range(rows) for j in range(columns)}
+        loss, _ = literal_loss(z, y, x, 0.1, measure, chosen=chosen)
+        expected[a, b] = loss.item(), torch.autograd.grad(loss, z)[0]
+    cel, seen, touched = make(z, measure, every=every), set(), torch.zeros_like(z)
+    torch.manual_seed(0)
+    for _ in range(12 * len(starts)):
+        loss = cel(z, y, x)
+        (grad,) = torch.autograd.grad(loss, z)
+        start = min(starts, key=lambda s: abs(expected[s][0] - loss.item()))
+        assert loss.item() == pytest.approx(expected[start][0], abs=1e-10)
+        assert torch.allclose(grad, expected[start][1], rtol=0, atol=1e-10)
+        seen.add(start)
+        touched += grad.abs()
+    assert seen == set(starts) and (touched > 0).all()
+    whole = make(z, measure)(z, y, x).item()
+    with torch.no_grad():
+        assert cel.eval()(z, y, x).item() == pytest.approx(whole, abs=1e-12)  # all cells when it measures
 
 
 @pytest.mark.parametrize("measure", MEASURES)
@@ -362,7 +392,8 @@ def test_half_precision(dtype, scale, measure):
 
     def run(z, x, autocast=False):
         z = z.clone().requires_grad_()
-        cel = DirectCEL(3, 64, 0.1, measure=measure).to(z.dtype)  # .to(half) must leave its sums in float32
+        cel = DirectCEL(3, 64, 0.1, measure=measure, every=1)
+        cel = cel.to(z.dtype)  # .to(half) must leave its sums in float32
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = cel(z, y, x)
         loss.backward()
@@ -459,6 +490,7 @@ def test_a_map_of_another_shape_than_announced_is_refused():
         dict(shape=(2, 3, 5)),
         dict(shape=(24,)),
         dict(num_classes=0),
+        dict(every=0),
     ],
 )
 def test_wrong_settings_are_refused(wrong):
