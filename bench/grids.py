@@ -1,7 +1,7 @@
 """The grids: {name of a cell: flags of train.py}, a function each, the most useful cells first.
 
 A name is [FAMILY-]METHOD[-SETTING]-seedN; a family has its own cells of noise alone (`none`) beside it, but
-for tier2 and tier4, which stand beside tier1's. Two flags are filled in where a cell is run: --dataset NAME
+for tier2, which stands beside tier1's. Two flags are filled in where a cell is run: --dataset NAME
 is the folder NAME of --data if there is one, --init BASE/NAME is the network NAME of the grid `bases`.
 
 How λ is chosen. The λ of every method stand below: three, found on the validation images of one small
@@ -45,6 +45,7 @@ ATTACKERS = {
 }
 BF16 = "--precision bfloat16"  # 1.8 times the speed at width 32
 RECIPE = f"--dataset cifar10 --lr 0.1 --label-smoothing 0.1 {BF16}"
+SMALL = f"{RECIPE} --width 16 --epochs 14"
 SMALL_BATCH = ("batch_size=32,memory=0", "batch_size=32,memory=32", "batch_size=512")
 PARTS = ("cross_attention", "per_dim_gate", "snr_gate", "slot_mass", "class_gate")
 DOCUMENTED = ("mode=documented", *(f"mode=documented,off={part}" for part in PARTS))
@@ -58,6 +59,7 @@ IMAGES = {
     "tiny": "--dataset tiny-imagenet-180 --image-size 32 --epochs 30 --lr 0.05 --attack-epochs auto " + BF16,
     "faces": "--dataset orl-faces --image-size 64 --cut 3 --batch-size 96 --epochs 120 --attack-epochs auto",
 }
+STRONGER = ("none", "gmm", "slot_image", "direct", "direct+slot_image", "noise_arl")  # attacked in tier 3
 ELSEWHERE = [name for name in METHODS if name != "released" and "+" not in name]  # on those images
 
 
@@ -81,13 +83,13 @@ def points(methods=METHODS):
     return [c for m in methods for c in vary(m, *(NOISES if m == "none" else [POINTS[m]]))]
 
 
-def harden(seed):
+def harden(seed, width=32):
     # every flag that has another default with --init is given, so that `settings` needs no trained base
-    return f"--init BASE/w32-seed{seed} --epochs 2 --lr 0.01 --warmup 0 --attack-epochs auto {BF16}"
+    return f"--init BASE/w{width}-seed{seed} --epochs 2 --lr 0.01 --warmup 0 --attack-epochs auto {BF16}"
 
 
 def scratch(seed):
-    return f"{RECIPE} --width 16 --epochs 14 --attack-epochs auto --seed {seed}"
+    return f"{SMALL} --attack-epochs auto --seed {seed}"
 
 
 def grid(family, start, found, seeds=SEEDS):
@@ -107,14 +109,17 @@ def again():
 
 
 def bases():
-    """Networks that others start from, trained without a surrogate on all training images but 5,000."""
-    return {f"w32-seed{n}": f"{RECIPE} --width 32 --epochs 36 --attack none --seed {n}" for n in SEEDS}
+    """Networks that others start from, trained without a surrogate on all training images but 5,000: those of
+    width 16 for the ablations of tier 4."""
+    recipes = {"w32": f"{RECIPE} --width 32 --epochs 36", "w16": SMALL}
+    return {f"{w}-seed{n}": f"{of} --attack none --seed {n}" for w, of in recipes.items() for n in SEEDS}
 
 
 def cifar():
     """Tier 1: every method as a curve. Tier 2: the baselines, alone and with a surrogate. Scratch: smaller
-    networks trained with their method from the start; PATROL changes the network and has no other way. Tier
-    3: one seed, one point a method, against stronger attackers. Tier 4: one thing changed at a time."""
+    networks trained with their method from the start; PATROL changes the network and has no other way, and
+    three seeds. Tier 3: one seed, one point a method, against stronger attackers. Tier 4: one seed, smaller
+    networks hardened, one thing changed at a time."""
     curves = [cell for method, (_, _, values) in METHODS.items() for cell in vary(method, *values)]
     found = grid("tier1-", harden, points()) | grid("tier1-", harden, curves)  # one point each comes first
     [(best, plugged_in)] = points([BEST])
@@ -122,19 +127,22 @@ def cifar():
         alone = f"--defense {name} --strength {strength:g}"
         pair = [(f"{name}-strength{strength:g}", alone), (f"{name}+{best}", f"{alone} {plugged_in}")]
         if name == "patrol":
-            found |= grid("scratch-", scratch, [*points(), *pair])
+            found |= grid("scratch-", scratch, [*points(["none"]), *pair])
+            found |= grid("scratch-", scratch, points(), [0])
         else:
             found |= grid("tier2-", harden, pair[name in METHODS :])
     for family, how in ATTACKERS.items():
-        found |= grid(f"tier3{family}-", harden, [(name, f"{f} {how}") for name, f in points()], [0])
+        found |= grid(f"tier3{family}-", harden, [(name, f"{f} {how}") for name, f in points(STRONGER)], [0])
+    small = lambda n: harden(n, 16)
+    found |= grid("tier4-", small, points(("none", *ABLATIONS)), [0])
     for method, changes in ABLATIONS.items():
         for change in changes:
             words = re.sub(r"(\w+)=(\w+),?", lambda m: f" --{m[1].replace('_', '-')} {m[2]}", change)
             changed = [(f"{method}-{change}", flags + words) for _, flags in points([method])]
-            found |= grid("tier4-", harden, changed)
+            found |= grid("tier4-", small, changed, [0])
     for cut in (1, 3):
         behind = [(name, f"{flags} --cut {cut}") for name, flags in points(("none", "cluster"))]
-        found |= grid(f"tier4cut{cut}-", scratch, behind)
+        found |= grid(f"tier4cut{cut}-", scratch, behind, [0])
     return found
 
 

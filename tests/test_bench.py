@@ -140,11 +140,15 @@ def test_every_cell_is_a_command_that_train_takes(preset):
 def test_what_the_grids_hold():
     shapes, bases, cifar = (dict(grids.cells(p)) for p in ("shapes", "bases", "cifar"))
     tier1 = [grids.settings(f) for name, f in cifar.items() if name.startswith("tier1")]
-    assert len(shapes) == 19 and len(bases) == 3 and len(tier1) == 3 * (5 + 10 * 3)
+    assert len(shapes) == 19 and len(bases) == 6 and len(tier1) == 3 * (5 + 10 * 3)
     assert {(s["epochs"], s["attack_epochs"]) for s in tier1} == {(2, "auto")}
     patrol = [f for name, f in cifar.items() if "patrol" in name]
     assert len(patrol) == 6 and not any("--init" in f for f in patrol)  # it changes the network
     assert all(f.startswith(grids.scratch("")) for f in patrol) and "scratch-none-sigma0.1-seed0" in cifar
+    seeds = lambda family: {name[-1] for name in cifar if name.startswith(family)}
+    assert seeds("tier2") == {"0", "1", "2"} and seeds("tier3") == seeds("tier4") == {"0"}
+    small = [grids.settings(f) for name, f in cifar.items() if name.startswith("tier4-")]
+    assert {(s["init"], s["width"]) for s in small} == {("w16-seed0", 16)}
 
 
 def test_shards_cover_the_grid_once_and_only_takes_a_whole_name_alone():
