@@ -15,6 +15,7 @@ import time
 import torch
 
 import train
+from bench.grids import METHODS, points
 from bench.tables import ROOT, speed_rows
 from cluster_cel import ROUNDS, ClusterCEL
 from harness import data
@@ -22,7 +23,6 @@ from harness.files import UserError, say, write
 from harness.options import parse_flags
 
 SIZE = {"batch": 128, "steps": 4, "flags": "", "images": 6000, "kmeans": (50_000, 512, 10, 5)}
-STEPS = {"slot_image": "slot --mode image", "gated with memory": "gated --memory 32"}  # others: by their name
 
 
 def medians(contenders, turns):
@@ -55,10 +55,10 @@ def fitted(splits, size, flags=""):
 
 
 def step(size):
-    for name in ("gmm", "cluster", "gated", "slot", "slot_image", "direct", "gated with memory"):
-        classes = 200 if "memory" in name else 10
+    methods = [(name, points([name])[0][1], 10) for name in METHODS if name != "none"]
+    for name, flags, classes in [*methods, ("gated with memory", "--surrogate gated --memory 32", 200)]:
         splits = random_splits(size["batch"] * size["steps"], classes)
-        own, plain = fitted(splits, size, f"--surrogate {STEPS.get(name, name)}")[0], fitted(splits, size)[0]
+        own, plain = fitted(splits, size, flags)[0], fitted(splits, size)[0]
         yield name, f"training step with {name}, {classes} classes / without", own, plain, 25
 
 
