@@ -47,7 +47,7 @@ ATTACKER_SEED = 7919  # keeps the attackers' random numbers apart from the victi
 LOOK_SEED = 15_485_863  # and these from the noise on the images that are reported
 MEMBERS_SHARE, MEMBERS_MAX = 0.1, 1000  # training images kept from the attacker, reported as `train`
 STOP_SHARE, STOP_MAX = 0.1, 1000
-FIT_MAX = 20_000  # images an attacker trains on
+FIT_MAX, EPOCH_MAX = 50_000, 20_000  # images an attacker trains on, and those of them in one epoch
 BATCH, LR = 64, 3e-3  # of the decoder, and of its Adam
 GAN_WEIGHT, GAN_PENALTY, CRITIC_CHANNELS, CRITIC_LR = 1e-3, 10.0, 24, 2e-4
 WHITEBOX_IMAGES, WHITEBOX_STEPS, WHITEBOX_LR = 64, 300, 0.05
@@ -106,7 +106,7 @@ def decoder_attack(victim, images, args, progress, known, make_term=None):
     batch = min(BATCH, len(images.fit))
 
     def pairs():
-        order = torch.randperm(len(images.fit))
+        order = torch.randperm(len(images.fit))[:EPOCH_MAX]
         for index in order[: len(order) - len(order) % batch].split(batch):
             mirror = torch.rand(batch) < 0.5
             x, z = to_float(images.fit.x[index]).to(straight.device), straight[index]
@@ -120,7 +120,7 @@ def decoder_attack(victim, images, args, progress, known, make_term=None):
 
     decoder.observe(victim.send(straight[:EVAL_BATCH], args.looks))
     term = make_term(image_size, straight.device) if make_term else None
-    steps = len(images.fit) // batch
+    steps = min(len(images.fit), EPOCH_MAX) // batch
     how = args.attack_epochs, steps, LR, progress, term, args.precision
     facts = fit_decoder(decoder, pairs, stop_pairs, *how)
 

@@ -13,7 +13,7 @@ from harness.split_net import apply
 
 COARSE = 8  # most cells a side of the decoder's coarse picture
 CEILING = 60  # most epochs before the rate of an attacker of "auto" falls
-MUON_LR, RISE = 0.02, 0.1  # of its convolutions; epochs in which the rates rise
+MUON_LR, RISE = 0.01, 0.1  # of its convolutions; epochs in which the rates rise
 
 
 class Residual(nn.Module):
