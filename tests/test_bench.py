@@ -22,6 +22,8 @@ from harness.files import UserError
 
 HERE = Path(__file__).resolve().parent.parent
 
+POINTS, (LOW, MIDDLE, HIGH) = grids.POINTS, grids.METHODS["gmm"][2]
+
 
 def curve(k, accuracies):
     """MSE falls exponentially with accuracy, k times as high as for k = 1."""
@@ -121,7 +123,7 @@ def test_points_are_what_the_rule_takes_from_the_finished_cells():
         }
         if method != "none" and all(len(cells) == len(grids.SEEDS) for cells in (noise, *runs.values())):
             chosen = grids.choose_lambda({v: mean(cells) for v, cells in runs.items()}, mean(noise))
-            assert grids.POINTS[method] == chosen, f"bench/grids.py: POINTS[{method!r}] should be {chosen}"
+            assert POINTS[method] == chosen, f"bench/grids.py: POINTS[{method!r}] should be {chosen}"
 
 
 # ------------------------------------------------------------------------------------------------ grids
@@ -155,9 +157,9 @@ def test_shards_cover_the_grid_once_and_only_takes_a_whole_name_alone():
     whole = grids.cells("shapes")
     parts = [grids.cells("shapes", f"{i}/4") for i in (1, 2, 3, 4)]
     assert sorted(sum(parts, [])) == sorted(whole) and len(dict(whole)) == len(whole)
-    one = "tier1-cluster-lambda0.2-seed0"
+    one = f"tier1-cluster-lambda{POINTS['cluster']:g}-seed0"
     assert [name for name, _ in grids.cells("cifar", only=one)] == [one]
-    assert len(grids.cells("cifar", only="cluster-lambda0.2")) > 3
+    assert len(grids.cells("cifar", only=f"cluster-lambda{POINTS['cluster']:g}")) > 3
     for shard in ("0/2", "3/2", "x", "1/2/3"):
         sentence(lambda shard=shard: grids.cells("shapes", shard), "--shard")
     sentence(lambda: grids.cells("nothing"), "--preset nothing")
@@ -401,24 +403,25 @@ def test_the_shapes_table_has_mean_and_deviation_over_seeds_and_the_cost_of_a_st
 
 def test_gain_of_a_setting_is_at_its_own_accuracy_in_its_own_family(root):
     noise(root, "cifar", "tier1-")
-    put(root, "cifar", "tier1-gmm-lambda0.0008-seed0", accuracy=0.55, mse=0.03)
-    put(root, "cifar", "tier1-gated-lambda2-seed0", accuracy=0.7)
+    put(root, "cifar", f"tier1-gmm-lambda{MIDDLE:g}-seed0", accuracy=0.55, mse=0.03)
+    put(root, "cifar", f"tier1-gated-lambda{POINTS['gated']:g}-seed0", accuracy=0.7)
     tables.report(root)
     rows = table_in(root, "CIFAR-10: every setting")
-    assert rows["tier1 gmm lambda0.0008"][-2:] == ["1.50", "1"]
-    assert rows["tier1 gated lambda2"][-2] == "–"  # noise alone does not reach its accuracy
+    assert rows[f"tier1 gmm lambda{MIDDLE:g}"][-2:] == ["1.50", "1"]
+    # noise alone does not reach gated's accuracy
+    assert rows[f"tier1 gated lambda{POINTS['gated']:g}"][-2] == "–"
     assert rows["tier1 none sigma0.1"][-2] == "1" and "JPEG" in section(root, "CIFAR-10: every setting")
 
 
 def test_the_cifar_table_compares_whole_curves_of_the_seeds_that_have_them(root):
     noise(root, "cifar", "tier1-", seeds=(0, 1))
     for seed, factor in ((0, 1.2), (1, 1.4)):
-        for v, accuracy, mse in ((0.0008, 0.6, 0.01), (0.0016, 0.5, 0.04)):
+        for v, accuracy, mse in ((MIDDLE, 0.6, 0.01), (HIGH, 0.5, 0.04)):
             put(root, "cifar", f"tier1-gmm-lambda{v:g}-seed{seed}", accuracy=accuracy, mse=factor * mse)
-    put(root, "cifar", "tier1-gmm-lambda0.0008-seed2", accuracy=0.6, mse=9.0)  # lacks the other setting
+    put(root, "cifar", f"tier1-gmm-lambda{MIDDLE:g}-seed2", accuracy=0.6, mse=9.0)  # lacks the other setting
     put(root, "cifar", "tier2-dropout-strength0.1-seed0", accuracy=0.55, mse=0.05)
     tables.report(root)
-    row = table_in(root, "CIFAR-10: each method")["gmm lambda 0.0008"]
+    row = table_in(root, "CIFAR-10: each method")[f"gmm lambda {MIDDLE:g}"]
     middle, factor = math.sqrt(1.2 * 1.4), math.exp(12.706 * math.log(1.4 / 1.2) / 2)
     expected = f"{middle:.2f} ({middle / factor:.2f} to {middle * factor:.2f}) [2 of 3 seeds]"
     assert row[-3:] == [expected, "1", "3"]
@@ -484,9 +487,9 @@ def test_readme_says_what_to_expect_of_all_runs_of_its_command(tmp_path):
     text = page.read_text()
     assert "98.5 to 99.5 %" in text and "0.010 to 0.020" in text and "3 runs" in text and "old" in text
     noise(root, "cifar", "tier1-")
-    put(root, "cifar", "tier1-gmm-lambda0.0008-seed0", accuracy=0.55, mse=0.03)
+    put(root, "cifar", f"tier1-gmm-lambda{MIDDLE:g}-seed0", accuracy=0.55, mse=0.03)
     tables.fill_readme(page, root)
-    assert "| gmm lambda 0.0008 | 55.00 | 0.0300 | 1.50 | 1 |" in page.read_text()
+    assert f"| gmm lambda {MIDDLE:g} | 55.00 | 0.0300 | 1.50 | 1 |" in page.read_text()
     assert "| noise alone sigma 0.2 | 50.00 | 0.0400 | 1 | 1 |" in page.read_text()
 
 
@@ -494,8 +497,8 @@ def test_a_gain_in_prose_is_that_of_the_cells(tmp_path):
     root, page = tmp_path / "bench", tmp_path / "page.md"
     noise(root, "cifar", "tier1-", seeds=(0, 1))
     for seed, mse in ((0, 0.03), (1, 0.02)):
-        put(root, "cifar", f"tier1-gmm-lambda0.0008-seed{seed}", accuracy=0.55, mse=mse)
-        put(root, "cifar", f"tier1-slot-lambda2-seed{seed}", accuracy=0.6, mse=mse)
+        put(root, "cifar", f"tier1-gmm-lambda{MIDDLE:g}-seed{seed}", accuracy=0.55, mse=mse)
+        put(root, "cifar", f"tier1-slot-lambda{POINTS['slot']:g}-seed{seed}", accuracy=0.6, mse=mse)
     page.write_text("a **x**<!-- gain gmm over noise -->, **y** and **z**<!-- gain slot over gmm -->")
     tables.fill_gains(page, root)
     middle, factor = math.sqrt(1.5), math.exp(12.706 * math.log(1.5) / 2)
@@ -570,7 +573,7 @@ def test_compare_prints_one_table_and_draws_one_picture(tmp_path, capsys):
 def test_the_picture_compares_each_method_near_the_accuracy_of_one_noise_level(root):
     red, green, blue, grey, black = (255, 0, 0), (0, 255, 0), (0, 0, 255), (9, 9, 9), (0, 0, 0)
     runs = {"none-sigma0.1": (0.6, grey), "none-sigma0.15": (0.5, green), "none-sigma0.2": (0.51, black)}
-    runs |= {"gmm-lambda0.0004": (0.55, grey), "gmm-lambda0.0008": (0.48, blue)}
+    runs |= {f"gmm-lambda{LOW:g}": (0.55, grey), f"gmm-lambda{MIDDLE:g}": (0.48, blue)}
     for name, (accuracy, colour) in runs.items():
         path = put(root, "cifar", f"tier1-{name}-seed0", accuracy=accuracy)
         make_run(root / name, "--sigma 0.1", (red, colour))
@@ -589,7 +592,7 @@ def test_the_error_against_the_size_of_the_attacker_has_a_line_for_methods_with_
     monkeypatch.setattr(picture, "plot", plot)
     monkeypatch.setattr(picture, "legend", lambda self, **k: None)
     error = lambda params, mse: {"decoder": {"params": params, "test": {"mse": mse, "ssim": 0.5}}}
-    none, gmm = f"none-sigma{grids.POINTS['none']}-seed0", f"gmm-lambda{grids.POINTS['gmm']}-seed0"
+    none, gmm = f"none-sigma{POINTS['none']}-seed0", f"gmm-lambda{POINTS['gmm']}-seed0"
     for name, attacks in {
         f"tier1-{none}": error(200, 0.03),
         "tier1-none-sigma0.3-seed0": error(200, 0.09),  # not the point of its method
