@@ -577,6 +577,28 @@ def test_the_decoder_learns_from_mirrored_pictures_as_well(monkeypatch):
     assert len(seen) == 4 * 64 and 0.3 < flipped / len(seen) < 0.7
 
 
+def test_an_epoch_of_many_images_is_a_fresh_draw_of_some_of_them(monkeypatch):
+    """So all of them come in time, and an epoch stays as long as it was."""
+    epochs, told = [], {}
+
+    def fit(decoder, pairs, stop_pairs, number, steps, *rest):
+        told["steps"] = steps
+        for _ in range(12):
+            x = torch.cat([x for _, x in pairs()])
+            epochs.append([min(v.tolist(), v.flip(-1).tolist()) for v in (x * 255).round()])
+        return {"epochs": 12}
+
+    monkeypatch.setattr(attack, "fit_decoder", fit)
+    monkeypatch.setattr(attack, "EPOCH_MAX", 9)
+    monkeypatch.setattr(attack, "BATCH", 4)
+    images = attack_images(fit=16)
+    _, facts = decoder_attack(small_victim(), images, options(), quiet, {})
+    distinct = lambda pictures: {str(v) for v in pictures}
+    assert told["steps"] == 2 and facts["fit_images"] == 16
+    assert all(len(distinct(epoch)) == len(epoch) == 8 for epoch in epochs)
+    assert len(distinct(sum(epochs, []))) == 16
+
+
 def test_critic_learns_a_slope_of_one_and_the_generator_pays_its_score():
     """On two points at distance d a critic of slope g loses −g d + 10 (g − 1)², least at g = 1 + d/20."""
     torch.manual_seed(0)
