@@ -282,12 +282,11 @@ def fill_gains(page, root):
 
 def fill_readme(page, root):
     """README's first table, and what to expect of its first command: the range over all cells that ran it."""
-    found = [r for r in load_cells("cifar", root) if r["family"] == "tier1"]
-    if found:
-        columns = dict(list(COLUMNS.items())[:2])
-        fill(page, "cifar", table(found, {}, ["none"], whole=True, columns=columns))
-    again = select(load_cells("shapes", root), method="gated") + load_cells("again", root)
+    found = [r for r in load_cells("shapes", root) if r["method"] != "clean"]
+    again = select(found, method="gated") + load_cells("again", root)
     if again:
+        columns = dict(list(COLUMNS.items())[:2])
+        fill(page, "shapes", table(found, {}, columns=columns))
         thousandths = {
             key: [round(1000 * r["figures"][key], 3) for r in again] for key in ("accuracy", "mse")
         }
@@ -297,7 +296,6 @@ def fill_readme(page, root):
         mse = f"{low['mse'] / 1000:.3f} to {high['mse'] / 1000:.3f} on test images"
         runs = f"{len(again)} runs: seeds 0 to 2, on one and on two threads"
         fill(page, "expect", f"Expect an accuracy of {accuracy} and an MSE of {mse}\n({runs}).")
-    fill_gains(page, root)
 
 
 def report(root=ROOT):

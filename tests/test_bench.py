@@ -478,19 +478,18 @@ def test_the_committed_pages_are_what_their_cells_make(tmp_path):
 
 def test_readme_says_what_to_expect_of_all_runs_of_its_command(tmp_path):
     root, page = tmp_path / "bench", tmp_path / "README.md"
-    page.write_text("<!-- cifar -->\nold\n<!-- /cifar -->\n<!-- expect -->\n<!-- /expect -->\n")
+    page.write_text("<!-- shapes -->\nold\n<!-- /shapes -->\n<!-- expect -->\n<!-- /expect -->\n")
+    tables.fill_readme(page, root)
+    assert "old" in page.read_text()  # no cell, no change
     put(root, "shapes", "gated-seed0", accuracy=0.991, mse=0.02)
     put(root, "shapes", "gated-seed1", accuracy=0.995, mse=0.01)
     put(root, "shapes", "none-seed0", accuracy=0.999, mse=0.005)
     put(root, "again", "gated-seed0", accuracy=0.985, mse=0.012)
     tables.fill_readme(page, root)
     text = page.read_text()
-    assert "98.5 to 99.5 %" in text and "0.010 to 0.020" in text and "3 runs" in text and "old" in text
-    noise(root, "cifar", "tier1-")
-    put(root, "cifar", f"tier1-gmm-lambda{MIDDLE:g}-seed0", accuracy=0.55, mse=0.03)
-    tables.fill_readme(page, root)
-    assert f"| gmm lambda {MIDDLE:g} | 55.00 | 0.0300 | 1.50 | 1 |" in page.read_text()
-    assert "| noise alone sigma 0.2 | 50.00 | 0.0400 | 1 | 1 |" in page.read_text()
+    assert "98.5 to 99.5 %" in text and "0.010 to 0.020" in text and "3 runs" in text and "old" not in text
+    assert "| none | 99.90 | 0.0050 | 1 |" in text
+    assert "| gated | 99.30 ± 0.28 | 0.0150 ± 0.0071 | 2 |" in text  # those of `again` are not in the table
 
 
 def test_a_gain_in_prose_is_that_of_the_cells(tmp_path):
