@@ -7,9 +7,9 @@ fresh noise n ~ N(0, σ²I) on every look and whatever a defence does on the wir
 at the same picture (--looks). It has images of its own: the victim's training images (`train`, the worst
 case) or images the victim never saw (`aux`). It never touches the victim's weights.
 
-    decoder   a residual network D trained to minimise ‖D(z') − x‖²; the best of its epochs on a split of the
-              attacker's own images (`stop`) is kept
-    gan       the same network as a generator, trained on ‖D(z') − x‖² − w·critic(D(z')) with a WGAN-GP
+    decoder   a residual network D trained to minimise ‖D(z') − x‖²/d; the best of its epochs on a split of
+              the attacker's own images (`stop`) is kept
+    gan       the same network as a generator, trained on ‖D(z') − x‖²/d − w·critic(D(z')) with a WGAN-GP
               critic that has seen the attacker's own images only
     whitebox  no training: minimise ‖F_e(x) − z'‖²/D + t·TV(x) + ρ·‖x − x̂‖²/d over the image itself, x̂ what
               the decoder made of z' if it ran before (otherwise ρ = 0), from several starts (grey, noise,
@@ -234,13 +234,14 @@ def attack(victim, images, args, progress=lambda name, done: None):
         results[name] = dict(facts)
         for split, part in looked_at.items():
             made = reconstruct(seen[split]).cpu()
-            if split == "stop":  # the images that every attacker reconstructed
-                results[name]["stop_common_mse"] = metrics(part[:common].float(), made[:common])["mse"]
+            whole = {**metrics(part[: len(made)].float(), made), "images": len(made)}
+            # of the images that every attacker reconstructed
+            shared = metrics(part[:common].float(), made[:common]) if common else whole
+            if split == "stop":
+                results[name]["stop_common_mse"] = shared["mse"]
             else:
-                results[name][split] = {**metrics(part[: len(made)].float(), made), "images": len(made)}
-                pictures[name] = made  # those of `test` stay
-            if split != "stop" and common:
-                results[name][split]["mse_common"] = metrics(part[:common].float(), made[:common])["mse"]
+                extra = {f"{key}_common": shared[key] for key in ("mse", "ssim")} if common else {}
+                results[name][split], pictures[name] = whole | extra, made  # the pictures of `test` stay
     if victim.fingerprint() != before:
         raise RuntimeError("an attack changed the victim's weights or buffers")
     strongest = min(results, key=lambda name: results[name]["stop_common_mse"], default=None)

@@ -7,7 +7,7 @@ The other surrogates look at z and y. This one looks at x: [A §9] asks for I(X;
     f_i = the k×k cells of z around it; what leaves is f_i + n             [q], q = c·k²
 
 both without their class mean at that place. Σ are averages over m cells: in training every second one in both
-directions, from a random first one (m = B·h·w/4, and each value of z is still in some f), which saves time.
+directions from a random first one, which saves time (m = B·h·w/4; k = 3 cells around them cover an even map).
 
     W   = Σ_tf (Σ_ff + σ²I)⁻¹                                  the best linear estimate of t from f + n
     E   = mean (W f − t)(W f − t)ᵀ + σ² W Wᵀ                   its error, Σ_tt − Σ_tf (Σ_ff + σ²I)⁻¹ Σ_ft
@@ -17,10 +17,11 @@ directions, from a random first one (m = B·h·w/4, and each value of z is still
 W minimises E, so holding it fixed changes no gradient (envelope theorem), and σ² W Wᵀ has none. There is no
 inner loop and no second network, only one q × q solve a step (72 × 72 for c = 8, k = 3).
 
-It estimates what the best *linear* attacker gets who sees k×k cells. "logdet" is the Gaussian estimate of
-the information: it is I(t; f + n | Y) of one cell if (t, f) given y is Gaussian with the same covariance in
-all classes. Neither bounds I(x; z'|y), nor the error of other attackers. Small samples bias it up: if x and
-z are independent it is about log(m/(m−q)) (trace) and p_t·q/(2m) nats (logdet), m independent cells.
+It estimates what the best *linear* attacker gets who knows y, sees k×k cells and has one W for all. "logdet"
+is the Gaussian estimate of the information: it is I(t; f + n | Y) of one cell if (t, f) given y is Gaussian
+with the same covariance in all classes and cells. Neither bounds I(x; z'|y), nor the error of other
+attackers. Small samples bias it up: if x and z are independent it is about log(m/(m−q)) (trace) and
+p_t·q/(2m) nats (logdet), m independent cells.
 
     cel = DirectCEL(num_classes=10, dim=512, sigma=0.1)
     loss = cel(encoder(x), y, x)       # z [B, c, h, w], or [B, D] with shape=(c, h, w); y [B] int64;
@@ -30,8 +31,8 @@ z are independent it is about log(m/(m−q)) (trace) and p_t·q/(2m) nats (logde
 
 The mean of a class is that of the batch's M images, and deviations from it are scaled by √(M/(M−1)): Σ is
 then unbiased however few they are. The classes with one image in the batch count as one class together.
-Outside the map f is padded with 0, the mean after centring, and has noise too. Σ_tt includes the variance
-of rounding pixels to 8 bits, which keeps flat and grey pictures finite. [A] and [E]: see DOCUMENTS.md.
+Outside the map f is padded with 0, the mean after centring, and has noise too. Σ_tt and E include the
+variance of rounding pixels to 8 bits: flat and grey pictures stay finite. [A] and [E]: see DOCUMENTS.md.
 Left out, with gradient 0: rows with NaN or Inf in z or x, and an image without a second to compare with.
 """
 
@@ -68,7 +69,7 @@ class DirectCEL(nn.Module):
             x = x.detach().movedim(1, 3).to(flat)  # [B, H, W, 3]
             group, M, ok = groups(y, ok & x.sum((1, 2, 3)).isfinite())  # [B]; a NaN or Inf stays one in a sum
             rows, columns = looked_at(h, every, z.device), looked_at(w, every, z.device)  # [r], [s]
-            n = ok.sum().clamp(min=1) * (len(rows) * len(columns))
+            m = ok.sum().clamp(min=1) * (len(rows) * len(columns))  # of the n = B·r·s cells those that count
 
             # t_i and f_i without their class mean, 0 in rows of the batch that are left out
             z = centred(flat, group, M, ok).unflatten(1, (c, h, w))  # [B, c, h, w]
@@ -77,19 +78,19 @@ class DirectCEL(nn.Module):
             t = x.permute(2, 4, 5, 1, 3, 0).flatten(3).flatten(0, 2)  # [p_t, n]
             f = neighbourhoods(z, rows, columns, k)  # [q, n]
             # W = Σ_tf (Σ_ff + σ²I)⁻¹, a constant for the gradient
-            S_ff, S_ft = f.detach() @ f.detach().T / n, f.detach() @ t.T / n  # [q, q], [q, p_t]
+            S_ff, S_ft = f.detach() @ f.detach().T / m, f.detach() @ t.T / m  # [q, q], [q, p_t]
             W = torch.cholesky_solve(S_ft, cholesky(S_ff, sigma2, S_ff.trace())).T  # [p_t, q]
-            # E = mean (W f − t)(W f − t)ᵀ + σ² W Wᵀ, first its trace and that of Σ_tt
+            # E = mean (W f − t)(W f − t)ᵀ + σ² W Wᵀ, first its trace and that of Σ_tt, both with the rounding
             Wf = W @ f  # [p_t, n]
-            tr_tt = t.square().sum() / n + len(W) * ROUNDING
-            tr_E = F.mse_loss(Wf, t, reduction="sum") / n + sigma2 * W.square().sum() + len(W) * ROUNDING
+            tr_tt = t.square().sum() / m + len(W) * ROUNDING
+            tr_E = F.mse_loss(Wf, t, reduction="sum") / m + sigma2 * W.square().sum() + len(W) * ROUNDING
             if self.measure == "trace":
                 # L = log( tr Σ_tt / tr E ), below 0 by rounding alone
                 loss = torch.log(tr_tt / tr_E).clamp(min=0)
             else:
-                E = (Wf - t) @ (Wf - t).T / n + sigma2 * W @ W.T  # [p_t, p_t]
+                E = (Wf - t) @ (Wf - t).T / m + sigma2 * W @ W.T  # [p_t, p_t]
                 # L = ½ log( |Σ_tt| / |E| ), and ½ log of a determinant is Σ log of its factor's diagonal
-                root_tt, root_E = cholesky(t @ t.T / n, ROUNDING, tr_tt), cholesky(E, ROUNDING, tr_tt)
+                root_tt, root_E = cholesky(t @ t.T / m, ROUNDING, tr_tt), cholesky(E, ROUNDING, tr_tt)
                 loss = (root_tt.diagonal().log() - root_E.diagonal().log()).sum()
             set_stats(self, loss, "no batch had two rows that are finite in z and x: use larger batches", {
                 "spread": tr_E.detach() / len(W),
@@ -145,7 +146,7 @@ def neighbourhoods(z, rows, columns, k):
 
 
 def cholesky(S, floor, scale):
-    """Factor of S + floor·I; the floor is raised to what rounding may take from an eigenvalue of S."""
+    """Factor of S + floor·I; the floor is raised by what rounding may take from an eigenvalue of S."""
     floor = floor + torch.finfo(S.dtype).eps * scale
     return torch.linalg.cholesky_ex(S + floor * torch.eye(len(S), dtype=S.dtype, device=S.device))[0]
 

@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 
 from harness.files import UserError
-from harness.options import DEFAULTS, OF_THE_BASE, OF_THE_PLACE, parse_flags
+from harness.options import DEFAULTS, OF_THE_ATTACK, OF_THE_BASE, OF_THE_PLACE, parse_flags
 
 SEEDS = (0, 1, 2)
 RELEASED, ON_IMAGE = "cluster --form released --clusters 5", "slot --mode image --scale 1"
@@ -32,7 +32,7 @@ METHODS = {
     "direct+slot_image": ("lambda", f"--surrogate direct+{ON_IMAGE} --lambd {{0}}+{{0}}", (0.2, 0.4, 0.8)),
     "noise_arl": ("strength", "--defense noise_arl --strength {0}", (0.3, 0.6, 1.2)),
 }
-# by `choose_lambda`; the middle of a method's values until its tier 1 is finished
+# the middle of a method's values until its tier 1 is finished, then by hand what `choose_lambda` says
 POINTS = {name: values[1] for name, (_, _, values) in METHODS.items()} | {"none": 0.1}
 NOISES = (0.1, 0.15, 0.2, 0.25)  # of noise alone, where the others have one point
 BEST = "slot_image"  # plugged into the baselines: the surrogate of the largest gain in tier 1
@@ -45,7 +45,7 @@ ATTACKERS = {
 }
 BF16 = "--precision bfloat16"  # 1.8 times the speed at width 32
 RECIPE = f"--dataset cifar10 --lr 0.1 --label-smoothing 0.1 {BF16}"
-# two epochs with the loss that the base was trained with
+# two epochs, with the base's label smoothing
 HARDEN = f"--epochs 2 --lr 0.01 --warmup 0 --label-smoothing 0.1 --attack-epochs auto {BF16}"
 SMALL = f"{RECIPE} --width 16"
 SMALL_BATCH = ("batch_size=32,memory=0", "batch_size=32,memory=32", "batch_size=512")
@@ -187,4 +187,5 @@ def made_by(cell, flags):
     """Whether the results `cell` were made with these flags and the defaults of today, wherever that was."""
     have = dict(cell["config"])
     have |= {k: Path(have[k]).name for k in ("dataset", "init") if have.get(k)}  # a folder there, a name here
-    return all(have.get(k) == v for k, v in settings(flags).items() if k not in OF_THE_PLACE)
+    free = OF_THE_PLACE if have["attack"] else (*OF_THE_PLACE, *OF_THE_ATTACK[1:])  # how, if there was none
+    return all(have.get(k) == v for k, v in settings(flags).items() if k not in free)

@@ -1,4 +1,4 @@
-"""The network that turns z' into a picture and the loop that trains it: attackers, and a defence's proxy."""
+"""The network that turns z' into a picture (attackers, a defence's proxy); how attackers are trained."""
 
 import copy
 import math
@@ -133,9 +133,9 @@ def fit_decoder(
 
     Muon for the convolutions, Adam for the rest. The rate rises over a tenth of the first epoch, stays for
     two thirds of the epochs and falls along a cosine in the last third. epochs = "auto": it stays until the
-    stop error is `flat`, for CEILING epochs at most. The attacker is the mean of its weights over the last
-    ninth of its steps or so: at a constant rate the weights tremble, and their own error looks flat long
-    before that of their mean is. `term(D(z'), x)` is added to the loss if given.
+    stop error is `flat`, for CEILING epochs at most, then falls for half as many. The attacker is a mean of
+    its weights, two thirds of it over the last ninth of the steps: at a constant rate the weights tremble,
+    and their own error looks flat long before that of their mean is. `term(D(z'), x)` is added to the loss.
     -> epochs, best_epoch, stop_mse, converged, history.
     """
     auto = epochs == "auto"
@@ -182,6 +182,6 @@ def fit_decoder(
 
 
 def flat(history):
-    """Whether the best error fell by less than 1 % in the last quarter of the epochs."""
+    """Whether the best error fell by less than 1 % in the last quarter of the epochs, two or more."""
     quarter = len(history) // 4
     return quarter > 1 and min(history) > 0.99 * min(history[:-quarter])

@@ -175,7 +175,7 @@ def make_parser():
     add = p.add_argument_group("attack").add_argument
     add("--attack", type=names(ATTACKS, "attackers", ","), default="decoder", help="attackers to run, joined by commas; none: skip")
     add("--attacker-data", default="train", choices=("train", "aux"), help="the victim's training images, or a quarter kept from it")
-    add("--attack-epochs", type=attack_epochs, default=10, help="passes over the attacker's images, or auto: until it has converged")
+    add("--attack-epochs", type=attack_epochs, default=10, help="epochs of at most 20,000 of the attacker's images, or auto: until it has converged")
     add("--attack-size", type=size, default="2x48", help="residual blocks x channels of the decoder; the paper: 8x64")
     add("--looks", type=count(), default=1, help="transmissions of the same picture that the attacker may average")
     add = p.add_argument_group("output").add_argument

@@ -785,6 +785,8 @@ def test_three_attackers(three):
     errors = {name: r["stop_common_mse"] for name, r in found.items()}
     assert results["strongest"] == min(errors, key=errors.get)
     assert found["decoder"]["test"]["mse_common"] > 0 and found["whitebox"]["starts"] == 3
+    seen, both = found["whitebox"]["test"], ("mse", "ssim")  # it saw no others
+    assert [seen[f"{key}_common"] for key in both] == [seen[key] for key in both]
     with Image.open(three / "reconstructions.png") as picture:
         assert picture.size[1] == 4 * 3 * 32
 
