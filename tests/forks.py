@@ -81,10 +81,9 @@ def arm(when, down):
 
         def interrupted(decoder, pairs, *rest):
             def some():
-                for i, pair in enumerate(pairs()):
-                    if i == 1:
-                        down()
+                for pair in pairs():
                     yield pair
+                    down()  # behind the first step
 
             return fit(decoder, some, *rest)
 
