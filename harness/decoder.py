@@ -107,8 +107,8 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
+        lr, momentum = (self.param_groups[0][key] for key in ("lr", "momentum"))
         for weight in self.param_groups[0]["params"]:
-            lr, momentum = (self.param_groups[0][key] for key in ("lr", "momentum"))
             average = self.state[weight].setdefault("average", torch.zeros_like(weight))
             average.lerp_(weight.grad, 1 - momentum)
             M = weight.grad.lerp(average, momentum).flatten(1)  # Nesterov's momentum
