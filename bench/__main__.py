@@ -23,8 +23,9 @@ from pathlib import Path
 import torch
 
 from bench import speed
+from bench.finished import ROOT, current_cell
 from bench.grids import PRESETS, cells, settings
-from bench.tables import ROOT, compare, current_cell, report
+from bench.tables import compare, report
 from harness.data import NAMED
 from harness.files import FIELDS, UserError, command_line, read_checkpoint, read_ours, say, write
 from harness.options import Parser

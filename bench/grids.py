@@ -57,10 +57,8 @@ ABLATIONS = {
     "gated": ("mode=adversarial", "mode=documented", "variance=trace", *SMALL_BATCH),
     "slot": ("slots=2", "slots=16", *SMALL_BATCH, *DOCUMENTED),
 }
-IMAGES = {
-    "tiny": "--dataset tiny-imagenet-180 --image-size 32 --epochs 30 --lr 0.05 --attack-epochs auto " + BF16,
-    "faces": "--dataset orl-faces --image-size 64 --cut 3 --batch-size 96 --epochs 120 --attack-epochs auto",
-}
+TINY = f"--dataset tiny-imagenet-180 --image-size 32 --lr 0.1 --label-smoothing 0.1 {BF16}"
+FACES = "--dataset orl-faces --image-size 64 --cut 3 --batch-size 96 --epochs 120 --attack-epochs auto"
 STRONGER = ("none", "gmm", "slot_image", "direct", "direct+slot_image", "noise_arl")  # attacked in tier 3
 ELSEWHERE = [name for name in METHODS if name != "released" and "+" not in name]  # on those images
 
@@ -85,9 +83,9 @@ def points(methods=METHODS):
     return [c for m in methods for c in vary(m, *(NOISES if m == "none" else [POINTS[m]]))]
 
 
-def harden(seed, width=32):
+def harden(seed, base="w32"):
     # every flag that has another default with --init is given, so that `settings` needs no trained base
-    return f"--init BASE/w{width}-seed{seed} {HARDEN}"
+    return f"--init BASE/{base}-seed{seed} {HARDEN}"
 
 
 def scratch(seed):
@@ -112,9 +110,10 @@ def again():
 
 
 def bases():
-    """Networks that others start from, trained without a surrogate on all training images but 5,000: those of
-    width 16 for the ablations of tier 4."""
+    """Networks that others start from, trained without a surrogate on all training images but a tenth: those
+    of width 16 for the ablations of tier 4, `tiny` for tier 5."""
     recipes = {"w32": f"{RECIPE} --width 32 --epochs 36", "w16": f"{SMALL} --epochs 14"}
+    recipes["tiny"] = f"{TINY} --epochs 20"
     return {f"{w}-seed{n}": f"{of} --attack none --seed {n}" for w, of in recipes.items() for n in SEEDS}
 
 
@@ -136,7 +135,7 @@ def cifar():
             found |= grid("tier2-", harden, pair[name in METHODS :])
     for family, how in ATTACKERS.items():
         found |= grid(f"tier3{family}-", harden, [(name, f"{f} {how}") for name, f in points(STRONGER)], [0])
-    small = lambda n: harden(n, 16)
+    small = lambda n: harden(n, "w16")
     found |= grid("tier4-", small, points(("none", *ABLATIONS)), [0])
     for method, changes in ABLATIONS.items():
         for change in changes:
@@ -150,9 +149,9 @@ def cifar():
 
 
 def datasets():
-    """Tier 5: 180 classes of Tiny ImageNet, made smaller, and the faces, from scratch."""
-    on = lambda images: lambda n: f"{IMAGES[images]} --seed {n}"
-    return grid("tiny-", on("tiny"), points(ELSEWHERE)) | grid("faces-", on("faces"), points(ELSEWHERE))
+    """Tier 5: 180 classes of Tiny ImageNet, made smaller, hardened; and the faces, from scratch."""
+    tiny, faces = lambda n: harden(n, "tiny"), lambda n: f"{FACES} --seed {n}"
+    return grid("tiny-", tiny, points(ELSEWHERE)) | grid("faces-", faces, points(ELSEWHERE))
 
 
 PRESETS = {grid.__name__: grid for grid in (shapes, again, bases, cifar, datasets)}

@@ -15,8 +15,8 @@ import time
 import torch
 
 import train
+from bench.finished import ROOT, speed_rows
 from bench.grids import METHODS, points
-from bench.tables import ROOT, speed_rows
 from cluster_cel import ROUNDS, ClusterCEL
 from harness import data
 from harness.files import UserError, say, write

@@ -17,7 +17,7 @@ from conftest import sentence
 from PIL import Image
 
 import bench.__main__ as program
-from bench import gain, grids, speed, tables
+from bench import finished, gain, grids, speed, tables
 from harness.files import UserError
 
 HERE = Path(__file__).resolve().parent.parent
@@ -114,12 +114,12 @@ def test_lambda_is_the_one_that_costs_one_and_a_half_points_of_validation_accura
 
 
 def test_points_are_what_the_rule_takes_from_the_finished_cells():
-    found = tables.load_cells("cifar")
+    found = finished.load_cells("cifar")
     mean = lambda cells: statistics.fmean(r["val_accuracy"] for r in cells)
-    noise = tables.select(found, family="tier1", method="none", setting="sigma0.1")
+    noise = finished.select(found, family="tier1", method="none", setting="sigma0.1")
     for method, (knob, _, values) in grids.METHODS.items():
         runs = {
-            v: tables.select(found, family="tier1", method=method, setting=f"{knob}{v:g}") for v in values
+            v: finished.select(found, family="tier1", method=method, setting=f"{knob}{v:g}") for v in values
         }
         if method != "none" and all(len(cells) == len(grids.SEEDS) for cells in (noise, *runs.values())):
             chosen = grids.choose_lambda({v: mean(cells) for v, cells in runs.items()}, mean(noise))
@@ -136,13 +136,14 @@ def test_every_cell_is_a_command_that_train_takes(preset):
         assert name.endswith(f"-seed{found['seed']}") and name.count("-") <= 3, name
         if found["init"]:  # else the defaults of --init would count, which `settings` does not know
             assert {"--epochs", "--lr", "--warmup"} <= set(flags.split()), name
-            assert found["init"].endswith(f"seed{found['seed']}") and found["dataset"] == "cifar10"
+            images = "tiny-imagenet-180" if name.startswith("tiny") else "cifar10"
+            assert found["init"].endswith(f"seed{found['seed']}") and found["dataset"] == images
 
 
 def test_what_the_grids_hold():
     shapes, bases, cifar = (dict(grids.cells(p)) for p in ("shapes", "bases", "cifar"))
     tier1 = [grids.settings(f) for name, f in cifar.items() if name.startswith("tier1")]
-    assert len(shapes) == 19 and len(bases) == 6 and len(tier1) == 3 * (5 + 10 * 3)
+    assert len(shapes) == 19 and len(bases) == 9 and len(tier1) == 3 * (5 + 10 * 3)
     assert {(s["epochs"], s["attack_epochs"]) for s in tier1} == {(2, "auto")}
     patrol = [f for name, f in cifar.items() if "patrol" in name]
     assert len(patrol) == 6 and not any("--init" in f for f in patrol)  # it changes the network
@@ -329,7 +330,7 @@ def test_a_damaged_cell_is_one_sentence_and_nothing_else_breaks(how, root, capsy
     path = put(root, "shapes", "none-seed0")
     made = BROKEN[how](json.loads(path.read_text())) if callable(BROKEN[how]) else BROKEN[how]
     path.write_text(made if isinstance(made, str) else json.dumps(made))
-    assert [r["name"] for r in tables.load_cells("shapes", root)] == ["none-seed1"]
+    assert [r["name"] for r in finished.load_cells("shapes", root)] == ["none-seed1"]
     (said,) = capsys.readouterr().out.splitlines()
     assert str(path) in said and good.exists()
     tables.report(root)
@@ -343,7 +344,7 @@ def test_a_missing_figure_is_a_dash_and_copies_are_not_ours(root, capsys):
     path.write_text(json.dumps(cell))
     for copy in ("none-seed0.json~", "none-seed0 (copy).json", "none-seed7.json", ".none-seed0.json.swp"):
         shutil.copy(path, path.with_name(copy))
-    (r,) = tables.load_cells("shapes", root)
+    (r,) = finished.load_cells("shapes", root)
     assert tables.figures([r])[-2:] == ["–", "–"] and capsys.readouterr().out == ""
 
 
@@ -351,9 +352,9 @@ def test_cells_of_one_base_are_paired_or_refused(root):
     name = "tier1-none-sigma0.{}-seed0"
     put(root, "cifar", name.format(1), base={"name": "w16-seed0", "hash": "a"})
     put(root, "cifar", name.format(2), base={"name": "w16-seed0", "hash": "a"})
-    assert len(tables.load_cells("cifar", root)) == 2
+    assert len(finished.load_cells("cifar", root)) == 2
     put(root, "cifar", name.format(2), base={"name": "w16-seed0", "hash": "b"})
-    sentence(lambda: tables.load_cells("cifar", root), "cells/cifar", "different networks")
+    sentence(lambda: finished.load_cells("cifar", root), "cells/cifar", "different networks")
 
 
 def test_how_an_attack_would_have_gone_does_not_count_where_there_was_none():
@@ -363,10 +364,10 @@ def test_how_an_attack_would_have_gone_does_not_count_where_there_was_none():
 
 
 def test_every_committed_cell_is_what_its_command_makes_today(capsys):
-    for path in sorted((tables.ROOT / "cells").glob("*/*.json")):
+    for path in sorted((finished.ROOT / "cells").glob("*/*.json")):
         grid = dict(grids.cells(path.parent.name))
         assert path.stem in grid, f"{path}: in no grid; remove it"
-        assert tables.current_cell(path, grid[path.stem]), capsys.readouterr().out
+        assert finished.current_cell(path, grid[path.stem]), capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------------ the page
@@ -443,7 +444,7 @@ def test_the_strongest_attacker_is_the_one_chosen_on_the_stop_images(root):
     both = {"decoder": {"test": {"mse": 0.01, "mse_common": 0.011, "ssim": 0.9, "ssim_common": 0.8}},
             "gan": {"test": {"mse": 0.02, "mse_common": 0.022, "ssim": 0.7, "ssim_common": 0.6}}}  # fmt: skip
     path = put(root, "shapes", "none-seed0", attacks=both, strongest="gan")
-    assert tables.figures([tables.read_cell(path)])[1:3] == ["0.0220", "0.600"]
+    assert tables.figures([finished.read_cell(path)])[1:3] == ["0.0220", "0.600"]
 
 
 def test_the_report_is_the_same_byte_for_byte_and_leaves_the_rest_of_the_page(root):
@@ -471,14 +472,14 @@ def test_the_committed_pages_are_what_their_cells_make(tmp_path):
     """The numbers in RESULTS.md below its line and in README's first table and sentence come from cells."""
     root = tmp_path / "bench"
     root.mkdir()
-    if (tables.ROOT / "cells").exists():
-        shutil.copytree(tables.ROOT / "cells", root / "cells")
-    shutil.copy(tables.ROOT / "RESULTS.md", root)
+    if (finished.ROOT / "cells").exists():
+        shutil.copytree(finished.ROOT / "cells", root / "cells")
+    shutil.copy(finished.ROOT / "RESULTS.md", root)
     for name in ("README.md", "README.zh.md"):
-        shutil.copy(tables.ROOT.parent / name, tmp_path)
+        shutil.copy(finished.ROOT.parent / name, tmp_path)
     tables.report(root)
     for page in (root / "RESULTS.md", tmp_path / "README.md", tmp_path / "README.zh.md"):
-        committed = tables.ROOT.parent / page.relative_to(tmp_path)
+        committed = finished.ROOT.parent / page.relative_to(tmp_path)
         assert page.read_bytes() == committed.read_bytes(), "run python -m bench report"
 
 
@@ -643,7 +644,7 @@ def test_every_ratio_is_measured(tmp_path, capsys, monkeypatch):
     medians = speed.medians
     monkeypatch.setattr(speed, "medians", lambda contenders, turns: medians(contenders, 1))
     speed.run(size=SMALL, root=tmp_path)
-    found = tables.speed_rows(tmp_path)
+    found = finished.speed_rows(tmp_path)
     names = [(r["part"], r["name"]) for r in found if r["part"] != "kmeans"]  # scikit-learn is optional
     steps = [*(name for name in grids.METHODS if name != "none"), "gated with memory"]  # so all have a cost
     others = [("stash", "stash"), ("refresh", "gmm"), ("refresh", "cluster"), ("batches", "batches")]
@@ -664,7 +665,7 @@ def test_a_part_alone_leaves_the_others_and_a_missing_package_is_a_sentence(tmp_
     (tmp_path / "cells/speed.json").write_text(json.dumps({"rows": rows}))
     monkeypatch.setitem(sys.modules, "sklearn.cluster", None)
     speed.run("kmeans", SMALL, tmp_path)
-    assert tables.speed_rows(tmp_path) == rows[:1] and "kmeans is not measured" in capsys.readouterr().out
+    assert finished.speed_rows(tmp_path) == rows[:1] and "kmeans is not measured" in capsys.readouterr().out
     with pytest.raises(UserError, match="--only nothing"):
         speed.run("nothing", SMALL, tmp_path)
 

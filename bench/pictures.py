@@ -1,0 +1,109 @@
+"""The figures of bench/RESULTS.md. Each function draws one, and returns the line that shows it on a page."""
+
+from PIL import Image, ImageDraw  # comes with torchvision
+
+from bench.finished import is_point, line, select
+from bench.gain import front, mean_points
+from bench.grids import ATTACKERS, METHODS
+from harness.evaluation import LABEL_WIDTH
+from harness.files import read_ours, write
+from harness.monitor import figure_of, save
+
+COMPARED_AT = "sigma0.15"  # noise alone whose accuracy the picture of reconstructions compares at
+SIZES = [name for name in ATTACKERS if name.startswith("size")]
+
+
+def stack_rows(path, runs):
+    """One sheet of [(label, reconstructions.png, results)]: what the first attacker, the decoder, made of
+    each run, under the originals, repeated where they are others. -> whether there was anything to draw"""
+    rows, shown = [], None
+    for label, file, r in runs:
+        if r["attacks"] and file.exists():
+            sheet = read_ours(file, lambda file: Image.open(file, formats=["PNG"]).convert("RGB"))
+            tile = sheet.height // (1 + len(r["attacks"]))
+            original, made = (sheet.crop((LABEL_WIDTH, i, sheet.width, i + tile)) for i in (0, tile))
+            rows += [("original", original)] if shown != original.tobytes() else []
+            rows.append((label.encode("ascii", "replace").decode(), made))
+            shown = original.tobytes()
+    if rows:
+        ruler, tile = ImageDraw.Draw(Image.new("RGB", (1, 1))), rows[0][1].height
+        left = 10 + int(max(ruler.textlength(label) for label, _ in rows))
+        rows = [(label, strip.resize((strip.width * tile // strip.height, tile))) for label, strip in rows]
+        out = Image.new("RGB", (left + max(strip.width for _, strip in rows), tile * len(rows)), "white")
+        for i, (label, strip) in enumerate(rows):
+            out.paste(strip, (left, i * tile))
+            ImageDraw.Draw(out).text((5, i * tile + tile // 2 - 5), label, fill="black")
+        write(path, lambda temporary: out.save(temporary, format="PNG"))
+    return bool(rows)
+
+
+def shapes(found, root):
+    runs = [
+        (r["method"], root / f"cells/shapes/{r['name']}.png", r) for r in found if r["config"]["seed"] == 0
+    ]
+    drawn = stack_rows(root / "figures/shapes.png", runs)
+    return "![Originals above what the decoder made of them, seed 0](figures/shapes.png)" if drawn else ""
+
+
+def draw_lines(path, lines, **axis):
+    """[(method, x, error, look)] on one pair of axes; a method has one colour, noise alone is black."""
+    figure = figure_of(path, 7, 4.5)
+    if figure is not None:
+        axes = figure.add_subplot(**axis)
+        axes.set_yscale("log", subs=(1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 4, 5, 6, 7, 8, 9))
+        axes.yaxis.set_major_formatter("{x:.3f}")
+        axes.yaxis.set_minor_formatter("{x:.3f}")
+        colours = dict(zip(METHODS, ["black", *(f"C{i}" for i in range(len(METHODS)))]))
+        for method, x, error, look in lines:
+            axes.plot(x, error, "o-", color=colours[method], **look)
+        axes.legend(fontsize=8)
+        save(figure, path)
+
+
+def curves(found, root):
+    """Tier 1: every seed a thin line, the means of equal settings a thick one."""
+    lines = []
+    for method in METHODS:
+        by_seed = line(select(found, family="tier1", method=method))
+        thin = [(of.values(), {"linewidth": 0.5, "markersize": 1.5}) for of in by_seed.values()]
+        for of, look in [(mean_points(by_seed), {"label": method}), *thin]:
+            if of:
+                accuracy, error = zip(*front(of))
+                lines.append((method, [100 * a for a in accuracy], error, look))
+    axis = {"xlabel": "test accuracy, %", "ylabel": "attacker's MSE, test images"}
+    draw_lines(root / "figures/curves.png", lines, **axis)
+    return "![Test accuracy against the attacker's error](figures/curves.png)"
+
+
+def equal_accuracy(found, root):
+    """Tier 1, seed 0: noise alone at one σ, and of every other method the setting nearest to its accuracy."""
+    runs = [r for r in select(found, family="tier1") if r["config"]["seed"] == 0]
+    reference = select(runs, method="none", setting=COMPARED_AT)
+    rows = []
+    for method in dict.fromkeys(r["method"] for r in runs) if reference else ():
+        distance = lambda r: abs(r["accuracy"] - reference[0]["accuracy"])
+        r = reference[0] if method == "none" else min(select(runs, method=method), key=distance)
+        label = f"{method}  {100 * r['accuracy']:.1f} %  MSE {r['figures']['mse']:.4f}"
+        rows.append((label, root / f"cells/cifar/{r['name']}.png", r))
+    drawn = stack_rows(root / "figures/equal_accuracy.png", rows)
+    words = "Originals above what the decoder made of them, every method near the accuracy of one noise level"
+    return f"![{words}, seed 0](figures/equal_accuracy.png)" if drawn else ""
+
+
+def attackers(found, root):
+    """Seed 0, one point a method: the error against the size of the decoder, from tier 1 and tier 3."""
+    families = ("tier1", *(f"tier3{size}" for size in SIZES))
+    runs = [r for r in found if r["family"] in families and r["config"]["seed"] == 0]
+    runs = [r for r in runs if is_point(r["method"], r["setting"])]
+    size, lines = lambda r: r["attacks"]["decoder"]["params"], []
+    for method in METHODS:
+        of = select(runs, method=method)
+        if len(of) > 1:
+            of = sorted(of, key=size)
+            error = [r["attacks"]["decoder"]["test"]["mse"] for r in of]
+            lines.append((method, list(map(size, of)), error, {"label": method}))
+    if not lines:
+        return ""
+    axis = {"xscale": "log", "xlabel": "parameters of the decoder", "ylabel": "its MSE, test images"}
+    draw_lines(root / "figures/attackers.png", lines, **axis)
+    return "![The decoder's error against its size, seed 0](figures/attackers.png)"
