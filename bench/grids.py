@@ -22,9 +22,9 @@ RELEASED, ON_IMAGE = "cluster --form released --clusters 5", "slot --mode image 
 METHODS = {
     "none": ("sigma", "--sigma {0}", (0.1, 0.15, 0.2, 0.25, 0.3)),
     "gmm": ("lambda", "--surrogate gmm --lambd {0}", (0.0008, 0.0016, 0.0032)),
-    "cluster": ("lambda", "--surrogate cluster --lambd {0}", (0.2, 0.4, 0.8)),
+    "cluster": ("lambda", "--surrogate cluster --lambd {0}", (0.2, 0.3, 0.4)),
     "released": ("lambda", f"--surrogate {RELEASED} --lambd {{0}}", (6, 12, 24)),
-    "gated": ("lambda", "--surrogate gated --lambd {0}", (2, 4, 8)),
+    "gated": ("lambda", "--surrogate gated --lambd {0}", (2, 3, 4)),
     "slot": ("lambda", "--surrogate slot --lambd {0}", (1, 2, 4)),
     "slot_image": ("lambda", f"--surrogate {ON_IMAGE} --lambd {{0}}", (0.3, 0.6, 1.2)),
     "direct": ("lambda", "--surrogate direct --lambd {0}", (0.4, 0.8, 1.6)),
