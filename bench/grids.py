@@ -21,14 +21,14 @@ RELEASED, ON_IMAGE = "cluster --form released --clusters 5", "slot --mode image 
 # how a method is varied: what, its flags, its values in tier 1
 METHODS = {
     "none": ("sigma", "--sigma {0}", (0.1, 0.15, 0.2, 0.25, 0.3)),
-    "gmm": ("lambda", "--surrogate gmm --lambd {0}", (0.0008, 0.0016, 0.0032)),
+    "gmm": ("lambda", "--surrogate gmm --lambd {0}", (0.0008, 0.0016, 0.0024)),
     "cluster": ("lambda", "--surrogate cluster --lambd {0}", (0.2, 0.3, 0.4)),
     "released": ("lambda", f"--surrogate {RELEASED} --lambd {{0}}", (6, 12, 24)),
     "gated": ("lambda", "--surrogate gated --lambd {0}", (2, 3, 4)),
-    "slot": ("lambda", "--surrogate slot --lambd {0}", (1, 2, 4)),
+    "slot": ("lambda", "--surrogate slot --lambd {0}", (1, 1.5, 2)),
     "slot_image": ("lambda", f"--surrogate {ON_IMAGE} --lambd {{0}}", (0.3, 0.6, 1.2)),
     "direct": ("lambda", "--surrogate direct --lambd {0}", (0.4, 0.8, 1.6)),
-    "direct+cluster": ("lambda", "--surrogate direct+cluster --lambd {0}+{0}", (0.15, 0.3, 0.6)),
+    "direct+cluster": ("lambda", "--surrogate direct+cluster --lambd {0}+{0}", (0.1, 0.2, 0.3)),
     "direct+slot_image": ("lambda", f"--surrogate direct+{ON_IMAGE} --lambd {{0}}+{{0}}", (0.2, 0.4, 0.8)),
     "noise_arl": ("strength", "--defense noise_arl --strength {0}", (0.3, 0.6, 1.2)),
 }
