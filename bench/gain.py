@@ -56,9 +56,13 @@ def same_settings(by_seed):
 
 
 def mean_points(by_seed):
-    """Each of those settings' point, the mean over the seeds."""
-    curves = list(same_settings(by_seed).values())
-    return [tuple(map(statistics.fmean, zip(*(c[s] for c in curves)))) for s in (curves[0] if curves else ())]
+    """{point: its standard deviations} of each of those settings, mean over the seeds."""
+    curves, found = list(same_settings(by_seed).values()), {}
+    for setting in curves[0] if curves else ():
+        columns = list(zip(*(c[setting] for c in curves)))
+        deviations = tuple(statistics.stdev(v) if len(v) > 1 else 0.0 for v in columns)
+        found[tuple(map(statistics.fmean, columns))] = deviations
+    return found
 
 
 def gain_interval(a_by_seed, b_by_seed, through=None):

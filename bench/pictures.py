@@ -55,24 +55,25 @@ def draw_lines(path, lines, **axis):
         axes.yaxis.set_minor_formatter("{x:.3f}")
         colours = dict(zip(METHODS, ["black", *(f"C{i}" for i in range(len(METHODS)))]))
         for method, x, error, look in lines:
-            axes.plot(x, error, "o-", color=colours[method], **look)
+            axes.errorbar(x, error, fmt="o-", color=colours[method], **look)
         axes.legend(fontsize=8)
         save(figure, path)
 
 
 def curves(found, root):
-    """Tier 1: every seed a thin line, the means of equal settings a thick one."""
+    """Tier 1: the settings that all seeds ran, mean and standard deviation over the seeds."""
     lines = []
     for method in METHODS:
-        by_seed = line(select(found, family="tier1", method=method))
-        thin = [(of.values(), {"linewidth": 0.5, "markersize": 1.5}) for of in by_seed.values()]
-        for of, look in [(mean_points(by_seed), {"label": method}), *thin]:
-            if of:
-                accuracy, error = zip(*front(of))
-                lines.append((method, [100 * a for a in accuracy], error, look))
+        of = mean_points(line(select(found, family="tier1", method=method)))
+        if of:
+            accuracy, error = zip(*front(of))
+            wide, high = zip(*(of[point] for point in front(of)))
+            bars = {"xerr": [100 * w for w in wide], "yerr": high, "elinewidth": 0.8}
+            lines.append((method, [100 * a for a in accuracy], error, {"label": method, **bars}))
     axis = {"xlabel": "test accuracy, %", "ylabel": "attacker's MSE, test images"}
     draw_lines(root / "figures/curves.png", lines, **axis)
-    return "![Test accuracy against the attacker's error](figures/curves.png)"
+    words = "Test accuracy against the attacker's error, mean and standard deviation over the seeds"
+    return f"![{words}](figures/curves.png)"
 
 
 def equal_accuracy(found, root):

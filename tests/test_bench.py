@@ -92,12 +92,16 @@ def test_only_equal_settings_are_averaged():
         1: {"y": (0.4, 0.02), "x": (0.7, 0.03), "z": (0.1, 9.0)},  # another order, and one that seed 0 lacks
     }
     assert gain.same_settings(by_seed) == {s: {k: p[k] for k in ("x", "y")} for s, p in by_seed.items()}
-    assert sorted(gain.mean_points(by_seed)) == [pytest.approx((0.45, 0.03)), pytest.approx((0.65, 0.02))]
+    (low, of_low), (high, of_high) = sorted(gain.mean_points(by_seed).items())
+    assert low == pytest.approx((0.45, 0.03)) and high == pytest.approx((0.65, 0.02))
+    # of two values half their difference, times the root of 2
+    assert of_low == pytest.approx((0.05 * 2**0.5, 0.01 * 2**0.5)) == of_high
+    assert gain.mean_points({0: {"x": (0.6, 0.01)}}) == {(0.6, 0.01): (0.0, 0.0)}
     # a seed that only one side ran takes no setting from the others
     more = {**by_seed, 2: {"x": (0.1, 9.0)}}
     assert gain.gain_interval(by_seed, more) == gain.gain_interval(by_seed, by_seed) == (1.0, 1.0, 1.0, 2)
     assert gain.same_settings({0: {"x": (0.1, 9.0)}, 1: {"y": (0.1, 9.0)}}) == {0: {}, 1: {}}
-    assert gain.gain_interval(by_seed, {0: {}, 1: {}})[3] == 0 and gain.mean_points({}) == []
+    assert gain.gain_interval(by_seed, {0: {}, 1: {}})[3] == 0 and gain.mean_points({}) == {}
 
 
 # ------------------------------------------------------------------------------------------------ λ
@@ -592,10 +596,10 @@ def test_the_picture_compares_each_method_near_the_accuracy_of_one_noise_level(r
 def test_the_error_against_the_size_of_the_attacker_has_a_line_for_methods_with_two_sizes(root, monkeypatch):
     lines, picture = {}, pytest.importorskip("matplotlib.axes").Axes
 
-    def plot(self, x, y, *a, label=None, **k):
+    def errorbar(self, x, y, *a, label=None, **k):
         lines.update({label: (x, y)} if "parameters" in self.get_xlabel() and x else {})
 
-    monkeypatch.setattr(picture, "plot", plot)
+    monkeypatch.setattr(picture, "errorbar", errorbar)
     monkeypatch.setattr(picture, "legend", lambda self, **k: None)
     error = lambda params, mse: {"decoder": {"params": params, "test": {"mse": mse, "ssim": 0.5}}}
     none, gmm = f"none-sigma{POINTS['none']}-seed0", f"gmm-lambda{POINTS['gmm']}-seed0"
