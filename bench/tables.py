@@ -101,9 +101,9 @@ def fill(page, name, body):
     write(page, re.sub(marked, lambda m: f"{m[1]}{body}\n{m[2]}", text, flags=re.S))
 
 
-def fill_gains(page, root):
+def fill_gains(page, found):
     """Numbers in prose: **...**<!-- gain A over B --> becomes what tier 1 has, with its interval."""
-    found, text = load_cells("cifar", root), read_ours(page, lambda page: page.read_text(encoding="utf-8"))
+    text = read_ours(page, lambda page: page.read_text(encoding="utf-8"))
     curve = lambda name: line(select(found, family="tier1", method="none" if name == "noise" else name))
 
     def shown(match):
@@ -148,10 +148,12 @@ def report(root=ROOT):
     blocks += ["## Speed", words, markdown(["what", "ratio"], rows)] if rows else []
     body = "\n\n".join(blocks) or "No cell has been run with this version yet."
     fill(root / "RESULTS.md", "results", f"\n{body}\n")
-    fill_gains(root / "RESULTS.md", root)
-    for page in (root.parent / "README.md", root.parent / "README.zh.md"):
-        if page.exists():
-            fill_readme(page, root)
+    readmes = [page for page in (root.parent / "README.md", root.parent / "README.zh.md") if page.exists()]
+    cifar = load_cells("cifar", root)
+    for page in (root / "RESULTS.md", *readmes):
+        fill_gains(page, cifar)
+    for page in readmes:
+        fill_readme(page, root)
 
 
 def compare(folders, out):

@@ -510,7 +510,7 @@ def test_a_gain_in_prose_is_that_of_the_cells(tmp_path):
         put(root, "cifar", f"tier1-gmm-lambda{MIDDLE:g}-seed{seed}", accuracy=0.55, mse=mse)
         put(root, "cifar", f"tier1-slot-lambda{POINTS['slot']:g}-seed{seed}", accuracy=0.6, mse=mse)
     page.write_text("a **x**<!-- gain gmm over noise -->, **y** and **z**<!-- gain slot over gmm -->")
-    tables.fill_gains(page, root)
+    tables.fill_gains(page, finished.load_cells("cifar", root))
     middle, factor = math.sqrt(1.5), math.exp(12.706 * math.log(1.5) / 2)
     shown = f"{middle:.2f} ({middle / factor:.2f} to {middle * factor:.2f})"
     slot = "**2.00 (2.00 to 2.00)**<!-- gain slot over gmm -->"
