@@ -593,7 +593,7 @@ def test_mixed_precision(form, variance, dtype):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             got = half(z.to(dtype), y)
         (got_grad,) = torch.autograd.grad(got, z)
-        assert got.dtype == torch.float32 and float(got) == pytest.approx(float(loss), rel=0.01)
+        assert got.dtype == torch.float32 and got.item() == pytest.approx(loss.item(), rel=0.01)
         assert torch.cosine_similarity(got_grad.flatten(), grad.flatten(), dim=0) > 0.99
 
 
