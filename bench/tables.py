@@ -28,11 +28,11 @@ def markdown(header, rows):
 
 
 def figures(results, columns=COLUMNS):
-    """Mean ± standard deviation over the results of each column."""
+    """Mean ± standard deviation over the results of each column; a cost was measured once for all of them."""
     shown = []
     for key, scale, digits in columns.values():
         values = [scale * r["figures"][key] for r in results if r["figures"].get(key) is not None]
-        spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+        spread = f" ± {statistics.stdev(values):.{digits}f}" if len(set(values)) > 1 else ""
         shown.append(f"{statistics.fmean(values):.{digits}f}{spread}" if values else "–")
     return shown
 
