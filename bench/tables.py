@@ -32,7 +32,7 @@ def figures(results, columns=COLUMNS):
     shown = []
     for key, scale, digits in columns.values():
         values = [scale * r["figures"][key] for r in results if r["figures"].get(key) is not None]
-        spread = f" ± {statistics.stdev(values):.{digits}f}" if len(set(values)) > 1 else ""
+        spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 and key != "cost" else ""
         shown.append(f"{statistics.fmean(values):.{digits}f}{spread}" if values else "–")
     return shown
 
