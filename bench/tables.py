@@ -11,7 +11,7 @@ from pathlib import Path
 from bench import pictures
 from bench.finished import ROOT, line, load_cells, read_cell, select, speed_rows
 from bench.gain import gain_interval
-from bench.grids import points
+from bench.grids import PRESETS, points
 from harness.files import UserError, read_ours, say, write
 from harness.options import OF_THE_PLACE
 
@@ -113,10 +113,10 @@ def fill_gains(page, found):
     write(page, re.sub(r"\*\*[^*]*\*\*<!-- gain (\S+) over (\S+) -->", shown, text))
 
 
-def fill_readme(page, root):
+def fill_readme(page, shapes, again):
     """README's first table, and what to expect of its first command: the range over all cells that ran it."""
-    found = [r for r in load_cells("shapes", root) if r["method"] != "clean"]
-    again = select(found, method="gated") + load_cells("again", root)
+    found = [r for r in shapes if r["method"] != "clean"]
+    again = select(found, method="gated") + again
     if again:
         columns = dict(list(COLUMNS.items())[:2])
         fill(page, "shapes", table(found, {}, columns=columns))
@@ -133,9 +133,9 @@ def fill_readme(page, root):
 
 def report(root=ROOT):
     """Rewrite what stands between the markers of RESULTS.md and README.md, and the figures."""
-    blocks = []
+    blocks, cells = [], {preset: load_cells(preset, root) for preset in PRESETS}
     for preset, title, words, columns, *drawn in SECTIONS:
-        found = load_cells(preset, root)
+        found = cells[preset]
         if found:
             blocks += [
                 f"## {title}",
@@ -149,11 +149,10 @@ def report(root=ROOT):
     body = "\n\n".join(blocks) or "No cell has been run with this version yet."
     fill(root / "RESULTS.md", "results", f"\n{body}\n")
     readmes = [page for page in (root.parent / "README.md", root.parent / "README.zh.md") if page.exists()]
-    cifar = load_cells("cifar", root)
     for page in (root / "RESULTS.md", *readmes):
-        fill_gains(page, cifar)
+        fill_gains(page, cells["cifar"])
     for page in readmes:
-        fill_readme(page, root)
+        fill_readme(page, cells["shapes"], cells["again"])
 
 
 def compare(folders, out):

@@ -316,16 +316,14 @@ def training_settings(args):
 
 def default_name(args):
     """Readable, and with a hash of every setting and of where the images lie, so that two runs never share a name."""
-    known = args.dataset == "shapes" or args.dataset in NAMED
-    place = args.data_dir if known else args.dataset
+    place = args.data_dir if args.dataset in NAMED else args.dataset
     settings = {
         **training_settings(args),
         "place": "" if args.dataset == "shapes" else str(Path(place).resolve()),
+        "init": str(Path(args.init).resolve()) if args.init else None,
     }
-    settings["init"] = str(Path(args.init).resolve()) if args.init else None
-    digest = hashlib.sha256(
-        json.dumps(settings, sort_keys=True).encode(errors="surrogateescape")
-    ).hexdigest()[:8]
+    written = json.dumps(settings, sort_keys=True).encode(errors="surrogateescape")
+    digest = hashlib.sha256(written).hexdigest()[:8]
     dataset = re.sub(r"[^A-Za-z0-9]+", "-", Path(args.dataset).name) or "images"
     surrogate, lambd = "+".join(args.surrogate) or "none", "+".join(f"{v:g}" for v in args.lambd)
     parts = [dataset, surrogate, args.defense, f"sigma{args.sigma:g}", *([f"lambda{lambd}"] if lambd else [])]

@@ -490,13 +490,13 @@ def test_the_committed_pages_are_what_their_cells_make(tmp_path):
 def test_readme_says_what_to_expect_of_all_runs_of_its_command(tmp_path):
     root, page = tmp_path / "bench", tmp_path / "README.md"
     page.write_text("<!-- shapes -->\nold\n<!-- /shapes -->\n<!-- expect -->\n<!-- /expect -->\n")
-    tables.fill_readme(page, root)
+    tables.fill_readme(page, *(finished.load_cells(preset, root) for preset in ("shapes", "again")))
     assert "old" in page.read_text()  # no cell, no change
     put(root, "shapes", "gated-seed0", accuracy=0.991, mse=0.02)
     put(root, "shapes", "gated-seed1", accuracy=0.995, mse=0.01)
     put(root, "shapes", "none-seed0", accuracy=0.999, mse=0.005)
     put(root, "again", "gated-seed0", accuracy=0.985, mse=0.012)
-    tables.fill_readme(page, root)
+    tables.fill_readme(page, *(finished.load_cells(preset, root) for preset in ("shapes", "again")))
     text = page.read_text()
     assert "98.5 to 99.5 %" in text and "0.010 to 0.020" in text and "3 runs" in text and "old" not in text
     assert "| none | 99.90 | 0.0050 | 1 |" in text
