@@ -42,6 +42,7 @@ from harness.files import Progress, UserError, command_line, environment, read_o
 from harness.metrics import metrics
 from harness.options import OF_THE_ATTACK, given_flags, make_parser, read_run, usable_device
 from harness.parts import load_network
+from harness.split_net import count_params, operations
 
 ATTACKER_SEED = 7919  # keeps the attackers' random numbers apart from the victim's and from any proxy's
 LOOK_SEED = 15_485_863  # and these from the noise on the images that are reported
@@ -113,23 +114,24 @@ def decoder_attack(victim, images, args, progress, known, make_term=None):
             x[mirror], z[mirror] = x[mirror].flip(-1), mirrored[index[mirror]]
             yield victim.send(z, args.looks), x
 
-    def stop_pairs():
-        for start in range(0, len(images.stop), EVAL_BATCH):
-            x = images.stop.x[start : start + EVAL_BATCH]
-            yield victim.send(victim.features(x), args.looks), to_float(x).to(straight.device)
+    # the same z' every epoch: fresh noise alone would make their error tremble by 1 %
+    sent = victim.send(victim.features(images.stop.x), args.looks)
+    stop = list(zip(sent.split(EVAL_BATCH), images.stop.float().to(sent.device).split(EVAL_BATCH)))
 
     decoder.observe(victim.send(straight[:EVAL_BATCH], args.looks))
     term = make_term(image_size, straight.device) if make_term else None
     steps = min(len(images.fit), EPOCH_MAX) // batch
     how = args.attack_epochs, steps, LR, progress, term, args.precision
-    facts = fit_decoder(decoder, pairs, stop_pairs, *how)
+    facts = fit_decoder(decoder, pairs, lambda: stop, *how)
 
     @torch.no_grad()
     def reconstruct(sent):
         return torch.cat([decoder(part) for part in sent.split(EVAL_BATCH)])
 
-    size = {"params": sum(p.numel() for p in decoder.parameters()), "fit_images": len(images.fit)}
-    return reconstruct, {**facts, **size}
+    facts |= {"params": count_params(decoder), "fit_images": len(images.fit)}
+    # a step computes the pictures, and the gradients of weights and features, each at the cost of the first
+    facts["operations"] = 3 * operations(decoder, straight[:1]) * steps * batch * facts["epochs"]
+    return reconstruct, facts
 
 
 class Critic(nn.Module):

@@ -39,6 +39,7 @@ import torch
 
 SHRINKAGE = (0.0, 0.1, 0.3, 0.6, 1.0)  # how far a class's covariance in the audit may leave the pooled one
 FULL_DIM = 1024  # above this many features the audit's covariances are diagonal
+MAX_CHOOSE = 2000  # features on which that is chosen, at most
 MAX_CLASSES = 64  # above this many classes the audit has one pooled covariance
 
 
@@ -138,7 +139,7 @@ def leakage_bits(z_fit, y_fit, z_test, sigma, generator=None):
     z_fit, y_fit and z_test are clean features (before noise, before any dropout on the wire: later
     processing cannot leak more) of disjoint images. q is the marginal density Σ_c p(c) N(μ_c, Σ_c + σ²I),
     never the density given the test sample's own label, which would leave H(Y) out. How far Σ_c leaves the
-    pooled covariance is chosen on a fifth of the fit features. So is the weight of a control variate, the
+    pooled covariance is chosen on a fifth of the fit features, MAX_CHOOSE at most. So is the weight of a control variate, the
     noise's own −log p(n) − H(n): its mean is 0, so subtracting it shrinks the error alone.
     """
     if sigma <= 0:
@@ -152,34 +153,44 @@ def leakage_bits(z_fit, y_fit, z_test, sigma, generator=None):
         return z + sigma * n, (n.square().sum(1) - D) / 2
 
     order = torch.randperm(len(z_fit), generator=generator).to(z_fit.device)
-    choose, rest = order[: len(order) // 5], order[len(order) // 5 :]
+    n_choose = min(MAX_CHOOSE, len(order) // 5)
+    choose, rest = order[:n_choose], order[n_choose:]
     sent, of_noise = transmit(z_fit[choose])
     candidates = SHRINKAGE if y_fit.max() < MAX_CLASSES else SHRINKAGE[:1]
-    scores = [cross_entropies(z_fit[rest], y_fit[rest], sent, sigma, a) for a in candidates]
+    moments = class_moments(z_fit[rest], y_fit[rest], len(candidates) > 1)
+    scores = [cross_entropies(moments, sent, sigma, a) for a in candidates]
     best = min(range(len(candidates)), key=lambda i: scores[i].mean())
     centred = scores[best] - scores[best].mean()
     weight = (centred * of_noise).mean() / of_noise.square().mean().clamp(min=1e-12)
 
     # I(x;z') ≤ E[−log q(z')] − (D/2) log(2πe σ²)
     sent, of_noise = transmit(z_test)
-    nats = cross_entropies(z_fit, y_fit, sent, sigma, candidates[best])  # [N_test]
+    moments = class_moments(z_fit, y_fit, candidates[best] > 0)
+    nats = cross_entropies(moments, sent, sigma, candidates[best])  # [N_test]
     nats = nats - D / 2 * math.log(2 * math.pi * math.e * sigma**2) - weight * of_noise
     return (nats.mean() / math.log(2)).item(), (nats.std() / math.log(2) / len(nats) ** 0.5).item()
 
 
-def cross_entropies(z_fit, y_fit, z, sigma, shrinkage):
-    """−log q of each row, q(z) = Σ_c p(c) N(z; μ_c, (1−a) Σ_pooled + a Σ_c + σ²I), a = shrinkage. -> [N]"""
+def class_moments(z, y, each=True):
+    """-> log p(c) [C], μ_c [C, D], Σ_pooled [D, D] and the Σ_c [C, D, D] (None unless `each`) of clean features;
+    above FULL_DIM features the diagonals of the Σ alone."""
     full = z.shape[1] <= FULL_DIM
-    classes, index, count = y_fit.unique(return_inverse=True, return_counts=True)
-    means = z.new_zeros(len(classes), z.shape[1]).index_add_(0, index, z_fit) / count[:, None]
-    centred = z_fit - means[index]
+    classes, index, count = y.unique(return_inverse=True, return_counts=True)
+    means = z.new_zeros(len(classes), z.shape[1]).index_add_(0, index, z) / count[:, None]
+    centred = z - means[index]
     covariance = lambda r: r.T @ r / len(r) if full else r.square().mean(0)
-    pooled, log_q, log_density = covariance(centred), [], None
-    for c in range(len(classes)):
+    own = [covariance(centred[index == c]) for c in range(len(classes))] if each else None
+    return (count / len(z)).log(), means, covariance(centred), own
+
+
+def cross_entropies(moments, z, sigma, shrinkage):
+    """−log q of each row, q(z) = Σ_c p(c) N(z; μ_c, (1−a) Σ_pooled + a Σ_c + σ²I), a = shrinkage. -> [N]"""
+    log_p, means, pooled, own = moments
+    log_q, log_density = [], None
+    for c in range(len(means)):
         if shrinkage or log_density is None:
-            own = shrinkage * covariance(centred[index == c]) if shrinkage else 0
-            log_density = gaussian((1 - shrinkage) * pooled + own, sigma)
-        log_q.append(math.log(count[c] / len(z_fit)) + log_density(z - means[c]))
+            log_density = gaussian(pooled.lerp(own[c], shrinkage) if shrinkage else pooled, sigma)
+        log_q.append(log_p[c] + log_density(z - means[c]))
     return -torch.logsumexp(torch.stack(log_q), 0)
 
 

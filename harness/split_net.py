@@ -134,12 +134,18 @@ def count_params(module):
     return sum(p.numel() for p in module.parameters())
 
 
-def count_flops(encoder, image_size):
-    """Operations (a multiply-add counts two) of the convolutions and matrix products for one image."""
+@torch.no_grad()
+def operations(module, x):
+    """Operations (a multiply-add counts two) of the convolutions and matrix products in module(x)."""
     counter = FlopCounterMode(display=False)
-    with evaluating(encoder, image_size) as x, counter:
-        encoder(x)
+    with counter:
+        module(x)
     return counter.get_total_flops()
+
+
+def count_flops(encoder, image_size):
+    with evaluating(encoder, image_size) as x:
+        return operations(encoder, x)
 
 
 def latency_ms(encoder, image_size):

@@ -577,6 +577,18 @@ def test_the_decoder_learns_from_mirrored_pictures_as_well(monkeypatch):
     assert len(seen) == 4 * 64 and 0.3 < flipped / len(seen) < 0.7
 
 
+def test_the_stopping_images_are_sent_once(monkeypatch):
+    """Else a decoder that stands still would seem to get better and worse."""
+    looks = []
+    fit = lambda decoder, pairs, stop_pairs, *rest: looks.extend([stop_pairs(), stop_pairs()]) or {"epochs": 1}
+    monkeypatch.setattr(attack, "fit_decoder", fit)
+    victim, images = Victim(Linear(lambda x: x), 0.1), attack_images(fit=64)
+    decoder_attack(victim, images, options(attack_size=[1, 4]), quiet, {})
+    (sent, x), (again, _) = (map(torch.cat, zip(*pairs)) for pairs in looks)
+    assert torch.equal(sent, again) and torch.equal(x, images.stop.float())
+    assert 0.08 < (sent - x).std() < 0.12
+
+
 def test_an_epoch_of_many_images_is_a_fresh_draw_of_some_of_them(monkeypatch):
     """So all of them come in time, and an epoch stays as long as it was."""
     epochs, told = [], {}
@@ -697,6 +709,8 @@ def test_the_decoder_attack_leaves_the_victim_and_reports_its_reconstructions():
     assert all(p.grad is None for p in victim.encoder.parameters())
     found, decoder = results["decoder"], Decoder((3, 8, 8), 16, 1, 8)
     assert found["params"] == sum(p.numel() for p in decoder.parameters()) and found["fit_images"] == 40
+    convolutions = (3 * 8 + 8 * 8 + 8 * 8 + 8 * 12) * 9 * 8 * 8  # multiply-adds; the coarse picture: 192 x 192
+    assert found["operations"] == 2 * (convolutions + 192 * 192) * 3 * 40 * 2  # of two epochs
     assert found["best_epoch"] in (1, 2) and strongest == "decoder" and seen[-1] == ("decoder", 1.0)
     by_hand = metrics(images.report["test"].float(), shown["decoder"])
     assert found["test"] == {**by_hand, "images": 6}

@@ -14,6 +14,7 @@ import cem
 from cem import (
     cel_gradient,
     channel,
+    class_moments,
     cross_entropies,
     entropy_of_mse,
     fisher_information,
@@ -441,9 +442,9 @@ def plain_audit(z_fit, y_fit, z_test, sigma, g):
     choose, rest = order[: len(order) // 5], order[len(order) // 5 :]
     normal = lambda z: torch.randn(z.shape, generator=g, dtype=z.dtype)
     sent = z_fit[choose] + sigma * normal(z_fit[choose])
-    score = lambda a: cross_entropies(z_fit[rest], y_fit[rest], sent, sigma, a).mean()
+    score = lambda a: cross_entropies(class_moments(z_fit[rest], y_fit[rest]), sent, sigma, a).mean()
     best = min(cem.SHRINKAGE, key=score)
-    nats = cross_entropies(z_fit, y_fit, z_test + sigma * normal(z_test), sigma, best)
+    nats = cross_entropies(class_moments(z_fit, y_fit), z_test + sigma * normal(z_test), sigma, best)
     nats = nats - entropy(z_fit.shape[1], sigma)
     return nats.mean().item() / math.log(2), nats.std().item() / math.log(2) / len(nats) ** 0.5
 
@@ -543,7 +544,7 @@ def test_cross_entropies_are_the_literal_sum():
     z = randn(7, 3, seed=2)
     y[y == 2] = 3  # a class that is not there
     for shrinkage in (0.0, 0.3, 1.0):
-        got = cross_entropies(z_fit, y, z, 0.4, shrinkage)
+        got = cross_entropies(class_moments(z_fit, y), z, 0.4, shrinkage)
         classes = sorted(set(y.tolist()))
         means = {c: z_fit[y == c].mean(0) for c in classes}
         scatter = {c: sum(torch.outer(r - means[c], r - means[c]) for r in z_fit[y == c]) for c in classes}
