@@ -37,7 +37,7 @@ from torch import nn
 
 from harness.data import EVAL_BATCH, Images, check_images, image_hashes, load_splits, to_float
 from harness.decoder import Decoder, fit_decoder
-from harness.evaluation import Victim, accuracy, encoder_cost, leakage, save_pictures, show
+from harness.evaluation import Victim, accuracy, encoder_cost, leakage, save_pictures, show, state_hash
 from harness.files import Progress, UserError, command_line, environment, read_ours, write
 from harness.metrics import metrics
 from harness.options import OF_THE_ATTACK, given_flags, make_parser, read_run, usable_device
@@ -96,7 +96,7 @@ def attacker_images(splits, which="train", seed=0):
 # ------------------------------------------------------------------------------------- attacks
 
 
-def decoder_attack(victim, images, args, progress, known, make_term=None):
+def decoder_attack(victim, images, args, progress, known, critic=None):
     """-> (reconstruct, facts): reconstruct(z') decodes what was sent. `known`: of earlier attackers."""
     image_size = images.fit.x.shape[-1]
     # a picture passes the encoder twice in all: as it is and mirrored
@@ -119,7 +119,7 @@ def decoder_attack(victim, images, args, progress, known, make_term=None):
     stop = list(zip(sent.split(EVAL_BATCH), images.stop.float().to(sent.device).split(EVAL_BATCH)))
 
     decoder.observe(victim.send(straight[:EVAL_BATCH], args.looks))
-    term = make_term(image_size, straight.device) if make_term else None
+    term = critic(image_size, straight.device).term if critic else None
     steps = min(len(images.fit), EPOCH_MAX) // batch
     how = args.attack_epochs, steps, LR, progress, term, args.precision
     facts = fit_decoder(decoder, pairs, lambda: stop, *how)
@@ -143,9 +143,8 @@ class Critic(nn.Module):
         for multiple in (1, 2, 4):
             layers += [nn.Conv2d(c, multiple * channels, 4, 2, 1), nn.LeakyReLU(0.2)]
             c = multiple * channels
-        self.layers = nn.Sequential(*layers, nn.Flatten(), nn.Linear(c * (image_size // 8) ** 2, 1)).to(
-            device
-        )
+        layers += [nn.Flatten(), nn.Linear(c * (image_size // 8) ** 2, 1)]
+        self.layers = nn.Sequential(*layers).to(device)
         self.optimizer = torch.optim.Adam(self.layers.parameters(), CRITIC_LR, betas=(0.5, 0.9))
 
     def term(self, fake, real):
@@ -168,16 +167,11 @@ class Critic(nn.Module):
         return score
 
 
-def gan_attack(victim, images, args, progress, known):
-    return decoder_attack(
-        victim, images, args, progress, known, lambda size, device: Critic(size, device).term
-    )
+gan_attack = functools.partial(decoder_attack, critic=Critic)
 
 
 def total_variation(x):
-    return (x[..., 1:, :] - x[..., :-1, :]).abs().mean((1, 2, 3)) + (x[..., 1:] - x[..., :-1]).abs().mean(
-        (1, 2, 3)
-    )
+    return x.diff(dim=2).abs().mean((1, 2, 3)) + x.diff(dim=3).abs().mean((1, 2, 3))
 
 
 def whitebox_attack(victim, images, args, progress, known):
@@ -199,9 +193,8 @@ def whitebox_attack(victim, images, args, progress, known):
         target, guess = sent.repeat(len(starts), 1, 1, 1), guess.repeat(len(starts), 1, 1, 1)
         optimizer = torch.optim.Adam([u], WHITEBOX_LR)
         for step in range(WHITEBOX_STEPS):
-            optimizer.param_groups[0]["lr"] = (
-                WHITEBOX_LR * 0.5 * (1 + math.cos(math.pi * step / WHITEBOX_STEPS))
-            )
+            fallen = 0.5 * (1 + math.cos(math.pi * step / WHITEBOX_STEPS))
+            optimizer.param_groups[0]["lr"] = WHITEBOX_LR * fallen
             x = torch.sigmoid(u)
             # ‖F_e(x) − z'‖² / D + t·TV(x) + ρ·‖x − x̂‖² / d; an exact 0 was dropped and says nothing
             seen = ((frozen(x) - target) * (target != 0)).square().mean((1, 2, 3))
@@ -224,7 +217,7 @@ def attack(victim, images, args, progress=lambda name, done: None):
     """-> (results, strongest, pictures): metrics per attacker and split, who did best on the stop images, and
     each one's reconstructions of the test images. All attackers look at the same z'."""
     images.check()
-    before, seed = victim.fingerprint(), args.seed
+    before, seed = state_hash(victim.encoder), args.seed
     torch.manual_seed(LOOK_SEED + seed)
     looked_at = {**images.report, "stop": images.stop}
     seen = {split: victim.send(victim.features(part.x), args.looks) for split, part in looked_at.items()}
@@ -244,7 +237,7 @@ def attack(victim, images, args, progress=lambda name, done: None):
             else:
                 extra = {f"{key}_common": shared[key] for key in ("mse", "ssim")} if common else {}
                 results[name][split], pictures[name] = whole | extra, made  # the pictures of `test` stay
-    if victim.fingerprint() != before:
+    if state_hash(victim.encoder) != before:
         raise RuntimeError("an attack changed the victim's weights or buffers")
     strongest = min(results, key=lambda name: results[name]["stop_common_mse"], default=None)
     return results, strongest, pictures

@@ -139,8 +139,9 @@ def leakage_bits(z_fit, y_fit, z_test, sigma, generator=None):
     z_fit, y_fit and z_test are clean features (before noise, before any dropout on the wire: later
     processing cannot leak more) of disjoint images. q is the marginal density Σ_c p(c) N(μ_c, Σ_c + σ²I),
     never the density given the test sample's own label, which would leave H(Y) out. How far Σ_c leaves the
-    pooled covariance is chosen on a fifth of the fit features, MAX_CHOOSE at most. So is the weight of a control variate, the
-    noise's own −log p(n) − H(n): its mean is 0, so subtracting it shrinks the error alone.
+    pooled covariance is chosen on a fifth of the fit features, MAX_CHOOSE at most. So is the weight of a
+    control variate, the noise's own −log p(n) − H(n): its mean is 0, so subtracting it shrinks the error
+    alone.
     """
     if sigma <= 0:
         raise ValueError("sigma must be positive: without noise the information is infinite.")
@@ -172,8 +173,8 @@ def leakage_bits(z_fit, y_fit, z_test, sigma, generator=None):
 
 
 def class_moments(z, y, each=True):
-    """-> log p(c) [C], μ_c [C, D], Σ_pooled [D, D] and the Σ_c [C, D, D] (None unless `each`) of clean features;
-    above FULL_DIM features the diagonals of the Σ alone."""
+    """-> log p(c) [C], μ_c [C, D], Σ_pooled [D, D] and a list of the Σ_c (None unless `each`) of clean
+    features; above FULL_DIM features the diagonals of the Σ alone."""
     full = z.shape[1] <= FULL_DIM
     classes, index, count = y.unique(return_inverse=True, return_counts=True)
     means = z.new_zeros(len(classes), z.shape[1]).index_add_(0, index, z) / count[:, None]

@@ -20,20 +20,11 @@ import torch.nn.functional as F
 
 import cem
 from attack import attacker_images, inspect_run, write_results
-from harness import files, parallel
+from harness import files, monitor, parallel
 from harness.data import batches, check_images, fingerprint, load_splits
 from harness.decoder import Decoder
 from harness.evaluation import Victim, accuracy, state_hash
 from harness.files import UserError
-from harness.monitor import (
-    cel_figures,
-    defense_figures,
-    describe,
-    draw_spread,
-    draw_training,
-    epoch_line,
-    spread_per_class,
-)
 from harness.options import REFRESHED, parse_flags, training_settings
 from harness.parts import load_network, make_network, make_surrogates
 from harness.split_net import SplitNet, apply
@@ -155,12 +146,8 @@ class Run:
         for part in (net, defense, cels):
             parallel.average_statistics(part)
         names = ("loss_d", "loss_cel", "train_accuracy", "gradient_ratio", "nonfinite_steps")
-        row = {
-            "epoch": self.epoch + 1,
-            "lr": lr,
-            "scale": gamma,
-            **dict(zip(names, sums.div(self.steps).tolist())),
-        }
+        row = {"epoch": self.epoch + 1, "lr": lr, "scale": gamma}
+        row |= dict(zip(names, sums.div(self.steps).tolist()))
         return row | {key: float(value) for key, value in (figures | defense.stats).items()}
 
     def epoch_order(self):
@@ -221,12 +208,12 @@ class Run:
                 self.refresh()
             row["val_accuracy"] = accuracy(self.net, self.victim, self.splits.val)
             if self.cels and self.epoch in (0, args.epochs - 1):  # what spread.png shows
-                self.spread.append(spread_per_class(self.victim, self.splits.val))
+                self.spread.append(monitor.spread_per_class(self.victim, self.splits.val))
             row["seconds"] = time.perf_counter() - start
             self.log.append(row)
             self.seconds += row["seconds"]
             self.epoch += 1
-            files.say(epoch_line(row, args.epochs, self.cels))
+            files.say(monitor.epoch_line(row, args.epochs, self.cels))
             save()
 
     # ---------------------------------------------------------------------------------------- its checkpoint
@@ -274,7 +261,7 @@ def train(argv):
         files.read_ours(folder / "checkpoint.pt", lambda _: run.load(state))
     elif args.init:
         run.start_from(Path(args.init))
-    describe(args, run.splits, run.shape, run.cels)
+    monitor.describe(args, run.splits, run.shape, run.cels)
 
     def save():
         if first:
@@ -293,12 +280,12 @@ def train(argv):
 def report(run, folder, argv):
     """Attack the trained network, write what came of it, print it."""
     results, pictures = inspect_run(run.net, run.defense, run.splits, run.args)
-    results["cel"], results["base"] = cel_figures(run.log[-1], run.cels), run.base
-    results["defense"] = defense_figures(run.log[-1], run.args.defense)
+    results["cel"], results["base"] = monitor.cel_figures(run.log[-1], run.cels), run.base
+    results["defense"] = monitor.defense_figures(run.log[-1], run.args.defense)
     results["nonfinite_steps"] = round(sum(row["nonfinite_steps"] for row in run.log) * run.steps)
     results["seconds"]["train"], results["environment"] = run.seconds, files.environment("train.py", argv)
-    draw_training(folder / "training.png", run.log)
-    draw_spread(folder / "spread.png", run.spread, run.cels)
+    monitor.draw_training(folder / "training.png", run.log)
+    monitor.draw_spread(folder / "spread.png", run.spread, run.cels)
     write_results(folder, "results", results, pictures, run.splits)
 
 

@@ -33,10 +33,10 @@ SIGMA = math.sqrt(TAU / (DIM * 0.125))
 # ------------------------------------------------------------------------------------------ the surrogates
 
 
-def call(cel, z=Z, x=None):
-    """Loss and gradient at the twelve points."""
+def call(cel, z=Z, x=None, y=Y):
+    """Loss and gradient at the twelve points, or at those of `z`."""
     leaf = z.clone().requires_grad_()
-    loss = cel(leaf, Y[: len(z)], x)
+    loss = cel(leaf, y, x)
     return loss.detach(), torch.autograd.grad(loss, leaf)[0].flatten(1)
 
 
@@ -193,7 +193,7 @@ def row(where, what, printed, *computed, digits=4):
 def examples():
     cel, rows = cluster(), []
     first = cel.centers[0, :, 0].argsort(descending=True)  # in the order of the document
-    of = lambda cel, c: call(Alone(cel, c))[0]
+    of = lambda cel, c: call(cel, Z[Y == c], y=Y[Y == c])[0]  # of class c alone: β_c = 1 and L = R(c)
     v_hat = (cel.weights * cel.variances).sum(1)
     two = [cel.variances[c].sort().values for c in (1, 2)]
     loss, g = call(cel)
@@ -237,17 +237,6 @@ def examples():
         ),
     ]
     return rows
-
-
-class Alone(nn.Module):
-    """cel on the points of class c alone: then β_c = 1 and L = R(c)."""
-
-    def __init__(self, cel, c):
-        super().__init__()
-        self.cel, self.c = cel, c
-
-    def forward(self, z, y, x=None):
-        return self.cel(z[y == self.c], y[y == self.c])
 
 
 if __name__ == "__main__":

@@ -115,17 +115,14 @@ def load(
     name="shapes", data_dir="data", image_size=None, seed=0, val_share=0.1, aux_share=0.0, train_size=None
 ):
     """-> Splits. `train_size` keeps so many training images (by the seed) before val and aux come off."""
+    if name in ("shapes", "cifar10", "cifar100") and image_size not in (None, 32):
+        raise UserError(f"--image-size {image_size}: {name} is 32x32; leave the flag out.")
     if name == "shapes":
-        if image_size not in (None, shapes.SIZE):
-            raise UserError(
-                f"--image-size {image_size}: shapes is drawn at {shapes.SIZE}x{shapes.SIZE}; "
-                "leave the flag out."
-            )
         train = draw_shapes(SHAPES_TRAIN, seed=2 * seed)
         test = draw_shapes(SHAPES_TEST, seed=2 * seed + 1)
         classes = list(shapes.NAMES)
     elif name in ("cifar10", "cifar100"):
-        train, test, classes = load_cifar(name, data_dir, image_size)
+        train, test, classes = load_cifar(name, data_dir)
     else:
         folder = Path(data_dir) / NAMED_FOLDERS[name] if name in NAMED_FOLDERS else Path(name)
         train, test, classes = load_folder(folder, image_size, data_dir)
@@ -214,9 +211,7 @@ def import_torchvision():
         return importlib.import_module("torchvision")
 
 
-def load_cifar(name, data_dir, image_size):
-    if image_size not in (None, 32):
-        raise UserError(f"--image-size {image_size}: {name} is 32x32; leave the flag out.")
+def load_cifar(name, data_dir):
     import_torchvision()
     datasets = importlib.import_module("torchvision.datasets")
     cls = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[name]

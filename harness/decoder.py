@@ -9,28 +9,11 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from harness.files import UserError
-from harness.split_net import apply
+from harness.split_net import ResidualBlock, apply, conv_bn_relu
 
 COARSE = 8  # most cells a side of the decoder's coarse picture
 CEILING = 60  # most epochs before the rate of an attacker of "auto" falls
 MUON_LR, RISE = 0.01, 0.1  # of its convolutions; epochs in which the rates rise
-
-
-class Residual(nn.Module):
-    """relu(x + bn(conv(relu(bn(conv(x))))))"""
-
-    def __init__(self, channels):
-        super().__init__()
-        self.body = nn.Sequential(
-            *conv_bn(channels, channels), nn.ReLU(inplace=True), *conv_bn(channels, channels)
-        )
-
-    def forward(self, x):
-        return torch.relu(x + self.body(x))
-
-
-def conv_bn(c_in, c_out):
-    return nn.Conv2d(c_in, c_out, 3, padding=1, bias=False), nn.BatchNorm2d(c_out)
 
 
 class Decoder(nn.Module):
@@ -55,14 +38,14 @@ class Decoder(nn.Module):
             )
         self.register_buffer("mean", torch.zeros(c, 1, 1))
         self.register_buffer("std", torch.ones(c, 1, 1))
-        layers = [*conv_bn(c, channels), nn.ReLU(inplace=True), *(Residual(channels) for _ in range(blocks))]
+        layers = [conv_bn_relu(c, channels), *(ResidualBlock(channels, channels) for _ in range(blocks))]
         for _ in range(int(doublings) - 1):
             half = max(8, channels // 2)
             layers += [
                 nn.Conv2d(channels, 4 * half, 3, padding=1),
                 nn.PixelShuffle(2),
                 nn.ReLU(inplace=True),
-                Residual(half),
+                ResidualBlock(half, half),
             ]
             channels = half
         layers += (

@@ -39,12 +39,9 @@ class Victim:
         sent = sum(self.wire(cem.channel(z, self.sigma) if self.sigma else z) for _ in range(looks))
         return sent / looks if looks > 1 else sent
 
-    def fingerprint(self):
-        """Hash of the encoder's weights and buffers: an attack must leave it as it was."""
-        return state_hash(self.encoder)
-
 
 def state_hash(module):
+    """Of its weights and buffers: an attack must leave an encoder as it was."""
     digest = hashlib.sha256()
     for name, tensor in module.state_dict().items():
         digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())

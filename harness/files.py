@@ -4,6 +4,7 @@ import csv
 import io
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -18,16 +19,8 @@ from harness import parallel
 FORMAT = 4  # of checkpoints; raise it when their contents change
 FIELDS = {"config": dict, "data": str, "net": dict, "weights": dict, "epoch": int, "seconds": float}
 FIELDS |= {"log": list, "average": list, "spread": list}
-OURS = (
-    "results.json",
-    "reconstructions.png",
-    "training.png",
-    "spread.png",
-    "log.csv",
-    "attack.json",
-    "attack.png",
-)
-OURS += ("checkpoint.pt",)  # the last to go: without it the rest would look like a finished run
+OURS = "results.json reconstructions.png training.png spread.png log.csv attack.json attack.png".split()
+OURS += ["checkpoint.pt"]  # the last to go: without it the rest would look like a finished run
 
 
 class UserError(Exception):
@@ -102,11 +95,8 @@ class Progress:
         used = time.perf_counter() - self.start
         left = used * (1 / done - 1) if done else 0
         line = f"{label:8} {100 * done:3.0f} %  {used:4.0f} s, {left:4.0f} s left"
-        print(
-            "\r" + line.ljust(78) if self.live else line,
-            end="" if self.live and done < 1 else "\n",
-            flush=True,
-        )
+        end = "" if self.live and done < 1 else "\n"
+        print("\r" + line.ljust(78) if self.live else line, end=end, flush=True)
 
 
 def command_line(main, argv, program):
@@ -146,14 +136,8 @@ def started_as(program, argv):
 
 def is_out_of_memory(error):
     """torch reports it as a RuntimeError on the CPU."""
-    words = (
-        "allocate memory",
-        "not enough memory",
-        "out of memory",
-        "calculation overflowed",
-        "multiplication overflow",
-    )
-    return isinstance(error, MemoryError) or any(word in str(error) for word in words)
+    words = "allocate memory|not enough memory|out of memory|calculation overflowed|multiplication overflow"
+    return isinstance(error, MemoryError) or re.search(words, str(error)) is not None
 
 
 def environment(program, argv):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from harness.files import UserError, one_line, read_ours, write_atomic
+from harness.files import UserError, one_line, read_ours, write
 
 FORMATS = ("JPEG", "PNG", "PPM", "BMP", "WEBP", "TIFF")  # none that starts another program, as EPS does
 ENDINGS = {".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".webp", ".tif", ".tiff"}
@@ -25,7 +25,7 @@ EXPECTED, UNPACK = "expected train/CLASS/* and test/CLASS/*", "unpack the origin
 def load_folder(folder, image_size, cache_dir):
     """-> (x, y) of train, (x, y) of test, class names; x uint8 [N, 3, H, W]"""
     folder = Path(folder)
-    if not is_folder(folder):
+    if not os.path.isdir(folder):  # False for a name that is too long as well
         raise UserError(
             f"--dataset: there is no folder {folder}; use shapes, cifar10, cifar100, tinyimagenet, "
             "facescrub or a folder with train/CLASS/* and test/CLASS/*."
@@ -48,20 +48,15 @@ def load_folder(folder, image_size, cache_dir):
         cached = {"stamp": stamp}
         with warnings.catch_warnings():  # of a damaged file only the error is shown
             warnings.simplefilter("ignore")
-            size = image_size or native_size(files["train"][0][0])
+            size = image_size or len(decode(files["train"][0][0], None))
             for split, rows in files.items():
                 cached[split + "_x"] = torch.stack([decode(path, size) for path, _ in rows])
-                cached[split + "_y"] = torch.tensor([label for _, label in rows])
         write_cache(folder, image_size, cache_dir, cached)
-    train, test = ((cached[s + "_x"].permute(0, 3, 1, 2), cached[s + "_y"]) for s in ("train", "test"))
+    train, test = (
+        (cached[split + "_x"].permute(0, 3, 1, 2), torch.tensor([label for _, label in rows]))
+        for split, rows in files.items()
+    )
     return train, test, classes
-
-
-def is_folder(path):
-    try:
-        return path.is_dir()
-    except OSError:  # a name that is too long
-        return False
 
 
 def class_folder_files(folder):
@@ -131,30 +126,12 @@ def image_files(folder):
     return files
 
 
-def native_size(path):
-    with open_image(path) as image:
-        return min(image.size)
-
-
-def open_image(path):
-    from PIL import Image  # comes with torchvision
-
-    try:
-        return Image.open(path, formats=FORMATS)
-    except Exception as error:
-        raise unreadable(path, error) from None
-
-
-def unreadable(path, error):
-    return UserError(f"{path}: not a readable image ({one_line(error)}); replace or delete it.")
-
-
 def decode(path, size):
-    """-> uint8 [size, size, 3]: RGB, short side resized to `size`, centre-cropped."""
-    from PIL import Image, ImageOps
+    """-> uint8 [size, size, 3]: RGB, short side resized to `size` (None: left as it is), centre-cropped."""
+    from PIL import Image, ImageOps  # comes with torchvision
 
     try:
-        with open_image(path) as image:
+        with Image.open(path, formats=FORMATS) as image:
             if image.mode == "F":  # could be in [0, 1], in [0, 255], NaN
                 raise ValueError("floating-point pixels have no agreed range: save it with 8 bits")
             deep = image.mode.startswith("I") or ";16" in str(image.tile)
@@ -167,6 +144,7 @@ def decode(path, size):
                     "its 16-bit pixels are all below 256 and would be black: save it with 8 bits"
                 )
             w, h = image.size
+            size = size or min(w, h)
             if (w, h) != (size, size):
                 scale = size / min(w, h)
                 if w * h * scale**2 > MAX_PIXELS:
@@ -177,10 +155,8 @@ def decode(path, size):
                 left, top = (image.width - size) // 2, (image.height - size) // 2
                 image = image.crop((left, top, left + size, top + size))
             return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(size, size, 3)
-    except UserError:
-        raise
     except Exception as error:  # Pillow raises many kinds
-        raise unreadable(path, error) from None
+        raise UserError(f"{path}: not a readable image ({one_line(error)}); replace or delete it.") from None
 
 
 # ------------------------------------------------------------------------------------------ cache
@@ -193,38 +169,28 @@ def cache_paths(folder, image_size, cache_dir):
 
 
 def read_cache(folder, image_size, cache_dir, stamp, files):
+    """What was decoded of these very files, or None."""
+
+    def read(path):
+        cached = torch.load(path, weights_only=True)
+        for split, rows in files.items():
+            x = cached[split + "_x"]
+            if x.dtype != torch.uint8 or x.shape != (len(rows), x.shape[1], x.shape[1], 3):
+                raise ValueError("not one picture for each file")
+        if cached["stamp"] != stamp:
+            raise ValueError("of other files")
+        return cached
+
     for path in cache_paths(folder, image_size, cache_dir):
         try:
-            cached = read_ours(path, lambda path: torch.load(path, weights_only=True))
+            return read_ours(path, read)
         except UserError:  # absent, damaged, of another version: decode again
             continue
-        if (
-            isinstance(cached, dict)
-            and cached.get("stamp") == stamp
-            and all(fits(cached, split, rows) for split, rows in files.items())
-        ):
-            return cached
-    return None
-
-
-def fits(cached, split, rows):
-    """One uint8 image and the right label for each file."""
-    x, y = cached.get(split + "_x"), cached.get(split + "_y")
-    return (
-        torch.is_tensor(x)
-        and x.dtype == torch.uint8
-        and x.dim() == 4
-        and x.shape == (len(rows), x.shape[1], x.shape[1], 3)
-        and torch.is_tensor(y)
-        and torch.equal(y, torch.tensor([label for _, label in rows]))
-    )
 
 
 def write_cache(folder, image_size, cache_dir, cached):
     for path in cache_paths(folder, image_size, cache_dir):
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, lambda temporary: torch.save(cached, temporary))
-            return
-        except (OSError, RuntimeError):  # read-only (torch.save: RuntimeError): the next place, or do without
+            return write(path, lambda temporary: torch.save(cached, temporary))
+        except UserError:  # read-only: the next place, or do without
             continue

@@ -8,7 +8,6 @@ import math
 import sys
 
 import torch
-import torch.nn.functional as F
 
 from harness.data import EVAL_BATCH
 
@@ -20,18 +19,11 @@ def mse(a, b):
     return (a - b).square().mean()
 
 
-def psnr(a, b):
-    # PSNR = 10 log10(1 / MSE), pixels in [0, 1]
-    return -10 * torch.log10(mse(a, b))
-
-
 def gaussian_band(size, like):
     """[size-10, size]: row i holds the window's weights for the places i to i+10; band @ x blurs."""
     t = torch.arange(SSIM_WINDOW, dtype=like.dtype, device=like.device) - SSIM_WINDOW // 2
     g = torch.exp(-t.square() / (2 * SSIM_SIGMA**2))
-    return torch.stack(
-        [F.pad(g / g.sum(), (i, size - SSIM_WINDOW - i)) for i in range(size - SSIM_WINDOW + 1)]
-    )
+    return torch.eye(size, dtype=like.dtype, device=like.device).unfold(0, SSIM_WINDOW, 1) @ (g / g.sum())
 
 
 def ssim(a, b):
@@ -59,10 +51,7 @@ def metrics(original, reconstruction):
     """-> {mse, nmse, psnr, ssim} as floats, computed in double precision batch by batch."""
     squares, likeness = 0.0, 0.0
     for start in range(0, len(original), EVAL_BATCH):
-        a, b = (
-            original[start : start + EVAL_BATCH].double(),
-            reconstruction[start : start + EVAL_BATCH].double(),
-        )
+        a, b = (x[start : start + EVAL_BATCH].double() for x in (original, reconstruction))
         squares += mse(a, b).item() * len(a)
         likeness += ssim(a, b).item() * len(a)
     error = squares / len(original)

@@ -83,9 +83,6 @@ def narrow(layers, ins, outs):
     conv, norm = layers[0], layers[1]
     kept = conv.weight[outs][:, ins].contiguous(memory_format=torch.channels_last)
     conv.weight, conv.in_channels, conv.out_channels = nn.Parameter(kept), len(ins), len(outs)
-    norm.weight, norm.bias, norm.num_features = (
-        nn.Parameter(norm.weight[outs]),
-        nn.Parameter(norm.bias[outs]),
-        len(outs),
-    )
+    norm.weight, norm.bias = nn.Parameter(norm.weight[outs]), nn.Parameter(norm.bias[outs])
     norm.running_mean, norm.running_var = norm.running_mean[outs], norm.running_var[outs]
+    norm.num_features = len(outs)

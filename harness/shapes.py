@@ -46,11 +46,8 @@ def draw(n, seed=0, size=SIZE):
     yy, xx = torch.meshgrid(torch.arange(size) + 0.5, torch.arange(size) + 0.5, indexing="ij")
 
     def stripes():  # [n, 1, H, W] in [-1, 1]: soft waves, 10 to 24 pixels long
-        angle, wave, phase = (
-            uniform(0, math.pi, 1, 1, 1),
-            uniform(10, 24, 1, 1, 1),
-            uniform(0, 2 * math.pi, 1, 1, 1),
-        )
+        ranges = (0, math.pi), (10, 24), (0, 2 * math.pi)
+        angle, wave, phase = (uniform(low, high, 1, 1, 1) for low, high in ranges)
         return torch.sin(2 * math.pi * (xx * angle.cos() + yy * angle.sin()) / wave + phase)
 
     # As in photographs most of the contrast is brightness. Figure and ground differ in it by 0.35 to 0.65 (on

@@ -21,11 +21,11 @@ from attack import AttackImages, attacker_images, decoder_attack, gan_attack, wh
 from harness import decoder as decoder_module
 from harness import evaluation
 from harness.data import Images, Splits, draw_shapes, image_hashes
-from harness.decoder import Decoder, Muon, Residual, fit_decoder, flat, orthogonal
-from harness.evaluation import Victim
+from harness.decoder import Decoder, Muon, fit_decoder, flat, orthogonal
+from harness.evaluation import Victim, state_hash
 from harness.files import UserError
 from harness.metrics import metrics, mse
-from harness.split_net import SplitNet
+from harness.split_net import ResidualBlock, SplitNet
 
 quiet = lambda done: None
 
@@ -123,17 +123,17 @@ def test_features_are_the_encoder_in_eval_mode_whatever_the_batch(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["0.0.weight", "0.1.running_mean", "0.1.num_batches_tracked", "1.bias"])
-def test_fingerprint_sees_every_weight_and_buffer(name):
+def test_the_hash_sees_every_weight_and_buffer(name):
     victim = small_victim()
-    before = victim.fingerprint()
+    before = state_hash(victim.encoder)
     victim.features(pictures(3, 0).x)
-    assert victim.fingerprint() == before
+    assert state_hash(victim.encoder) == before
     tensor = victim.encoder.state_dict()[name].flatten()
     if tensor.dtype.is_floating_point:
         tensor[0] = torch.nextafter(tensor[0], torch.tensor(math.inf))  # the least possible change
     else:
         tensor[0] += 1
-    assert victim.fingerprint() != before
+    assert state_hash(victim.encoder) != before
 
 
 # ------------------------------------------------------------ the decoder
@@ -158,7 +158,7 @@ def test_decoder_reaches_the_image_with_all_its_blocks(shape, size, blocks):
     decoder = Decoder(shape, size, blocks, 4)
     assert decoder(torch.randn(1, *shape)).shape == (1, 3, size, size)
     doublings = (size // shape[1]).bit_length() - 1  # each but the last is followed by one more block
-    assert sum(isinstance(m, Residual) for m in decoder.modules()) == blocks + max(0, doublings - 1)
+    assert sum(isinstance(m, ResidualBlock) for m in decoder.modules()) == blocks + max(0, doublings - 1)
 
 
 @pytest.mark.parametrize("side, size, advice", [(8, 36, 32), (8, 33, 32), (9, 40, 36)])
@@ -169,10 +169,10 @@ def test_decoder_says_which_size_it_can_reach(side, size, advice):
 
 
 def test_residual_adds_its_body():
-    block, x = Residual(3).eval(), torch.randn(1, 3, 5, 5)
-    assert torch.allclose(block(x), torch.relu(x + block.body(x)))
+    block, x = ResidualBlock(3, 3).eval(), torch.randn(1, 3, 5, 5)
+    assert torch.allclose(block(x), torch.relu(x + block.second(block.first(x))))
     assert not torch.allclose(block(x), torch.relu(x))
-    nn.init.zeros_(block.body[-1].weight), nn.init.zeros_(block.body[-1].bias)
+    nn.init.zeros_(block.second[-1].weight), nn.init.zeros_(block.second[-1].bias)
     assert torch.equal(block(x), torch.relu(x))
 
 
@@ -580,7 +580,7 @@ def test_the_decoder_learns_from_mirrored_pictures_as_well(monkeypatch):
 def test_the_stopping_images_are_sent_once(monkeypatch):
     """Else a decoder that stands still would seem to get better and worse."""
     looks = []
-    fit = lambda decoder, pairs, stop_pairs, *rest: looks.extend([stop_pairs(), stop_pairs()]) or {"epochs": 1}
+    fit = lambda decoder, pairs, stop, *rest: looks.extend([stop(), stop()]) or {"epochs": 1}
     monkeypatch.setattr(attack, "fit_decoder", fit)
     victim, images = Victim(Linear(lambda x: x), 0.1), attack_images(fit=64)
     decoder_attack(victim, images, options(attack_size=[1, 4]), quiet, {})
@@ -702,15 +702,15 @@ def test_whitebox_with_a_decoders_guess_finds_the_most_probable_image(monkeypatc
 
 def test_the_decoder_attack_leaves_the_victim_and_reports_its_reconstructions():
     victim, images, seen = small_victim(), attack_images(fit=40), []
-    before = victim.fingerprint()
+    before = state_hash(victim.encoder)
     note = lambda name, done: seen.append((name, done))
     results, strongest, shown = attack.attack(victim, images, options(), note)
-    assert victim.fingerprint() == before and not victim.encoder.training
+    assert state_hash(victim.encoder) == before and not victim.encoder.training
     assert all(p.grad is None for p in victim.encoder.parameters())
     found, decoder = results["decoder"], Decoder((3, 8, 8), 16, 1, 8)
     assert found["params"] == sum(p.numel() for p in decoder.parameters()) and found["fit_images"] == 40
-    convolutions = (3 * 8 + 8 * 8 + 8 * 8 + 8 * 12) * 9 * 8 * 8  # multiply-adds; the coarse picture: 192 x 192
-    assert found["operations"] == 2 * (convolutions + 192 * 192) * 3 * 40 * 2  # of two epochs
+    convolutions = (3 * 8 + 8 * 8 + 8 * 8 + 8 * 12) * 9 * 8 * 8  # multiply-adds
+    assert found["operations"] == 2 * (convolutions + 192 * 192) * 3 * 40 * 2  # two epochs
     assert found["best_epoch"] in (1, 2) and strongest == "decoder" and seen[-1] == ("decoder", 1.0)
     by_hand = metrics(images.report["test"].float(), shown["decoder"])
     assert found["test"] == {**by_hand, "images": 6}

@@ -229,8 +229,9 @@ def test_the_proxy_is_not_the_evaluating_attacker():
     attacker = Decoder(SHAPE, SIZE, defenses.PROXY_BLOCKS, defenses.PROXY_CHANNELS)
     for a, b in zip(proxy.parameters(), attacker.parameters()):
         assert a.dim() < 4 or not torch.equal(a, b)  # BatchNorm starts at ones and zeros everywhere
-    first = lambda seed: make("noise_arl", seed=seed).decoder.layers[0].weight
-    assert torch.equal(first(3), proxy.layers[0].weight) and not torch.equal(first(4), proxy.layers[0].weight)
+    first = lambda seed: make("noise_arl", seed=seed).decoder.layers[0][0].weight
+    own = proxy.layers[0][0].weight
+    assert torch.equal(first(3), own) and not torch.equal(first(4), own)
 
 
 # -------------------------------------------------------------------------------- PATROL, the penalty
