@@ -4,7 +4,7 @@ import json
 import math
 from pathlib import Path
 
-from bench.grids import POINTS, cells, made_by, vary
+from bench.grids import cells, made_by
 from harness.files import UserError, read_ours, say
 
 ROOT = Path(__file__).resolve().parent
@@ -60,11 +60,6 @@ def load_cells(preset, root=ROOT):
 
 def select(found, **wanted):
     return [r for r in found if all(r[k] == v for k, v in wanted.items())]
-
-
-def is_point(method, setting):
-    """Whether it is the one setting that stands for a method."""
-    return vary(method, POINTS[method])[0][0] == f"{method}-{setting}"
 
 
 def line(found):

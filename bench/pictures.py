@@ -2,15 +2,15 @@
 
 from PIL import Image, ImageDraw  # comes with torchvision
 
-from bench.finished import is_point, line, select
+from bench.finished import line, select
 from bench.gain import front, mean_points
-from bench.grids import ATTACKERS, METHODS
+from bench.grids import ATTACKERS, METHODS, points
 from harness.evaluation import LABEL_WIDTH
 from harness.files import read_ours, write
 from harness.monitor import figure_of, save
 
 COMPARED_AT = "sigma0.15"  # noise alone whose accuracy the picture of reconstructions compares at
-SIZES = [name for name in ATTACKERS if name.startswith("size")]
+BUDGETS = [name for name in ATTACKERS if name.startswith(("size", "epochs"))]
 
 
 def stack_rows(path, runs):
@@ -92,19 +92,19 @@ def equal_accuracy(found, root):
 
 
 def attackers(found, root):
-    """Seed 0, one point a method: the error against the size of the decoder, from tier 1 and tier 3."""
-    families = ("tier1", *(f"tier3{size}" for size in SIZES))
-    runs = [r for r in found if r["family"] in families and r["config"]["seed"] == 0]
-    runs = [r for r in runs if is_point(r["method"], r["setting"])]
-    size, lines = lambda r: r["attacks"]["decoder"]["params"], []
+    """Seed 0, one point a method: the error against what the decoder's training cost, tier 1 and tier 3."""
+    families = ("tier1", *(f"tier3{budget}" for budget in BUDGETS))
+    cost, lines = lambda r: r["attacks"]["decoder"]["operations"], []
     for method in METHODS:
-        of = select(runs, method=method)
+        names = [f"{family}-{points([method])[0][0]}-seed0" for family in families]
+        of = [r for r in found if r["name"] in names]
         if len(of) > 1:
-            of = sorted(of, key=size)
+            of = sorted(of, key=cost)
             error = [r["attacks"]["decoder"]["test"]["mse"] for r in of]
-            lines.append((method, list(map(size, of)), error, {"label": method}))
+            lines.append((method, list(map(cost, of)), error, {"label": method}))
     if not lines:
         return ""
-    axis = {"xscale": "log", "xlabel": "parameters of the decoder", "ylabel": "its MSE, test images"}
+    words = "operations of the decoder's training"
+    axis = {"xscale": "log", "xlabel": words, "ylabel": "its MSE, test images"}
     draw_lines(root / "figures/attackers.png", lines, **axis)
-    return "![The decoder's error against its size, seed 0](figures/attackers.png)"
+    return f"![The decoder's error against the {words}, seed 0](figures/attackers.png)"

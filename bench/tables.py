@@ -101,16 +101,23 @@ def fill(page, name, body):
     write(page, re.sub(marked, lambda m: f"{m[1]}{body}\n{m[2]}", text, flags=re.S))
 
 
-def fill_gains(page, found):
-    """Numbers in prose: **...**<!-- gain A over B --> becomes what tier 1 has, with its interval."""
+def fill_prose(page, found):
+    """Numbers in prose. **...**<!-- gain A over B --> becomes what tier 1 has, with its interval;
+    **...**<!-- tier3X A --> by how much A's error differs from tier 1's in the family tier3X, seed 0."""
     text = read_ours(page, lambda page: page.read_text(encoding="utf-8"))
     curve = lambda name: line(select(found, family="tier1", method="none" if name == "noise" else name))
 
-    def shown(match):
-        a, b, through = curve(match[1]), curve(match[2]), None if match[2] == "noise" else curve("noise")
-        return f"**{show_gain(a, b, len(a), through)}**<!-- gain {match[1]} over {match[2]} -->"
+    def gain(a, b):
+        own = curve(a)
+        return show_gain(own, curve(b), len(own), None if b == "noise" else curve("noise"))
 
-    write(page, re.sub(r"\*\*[^*]*\*\*<!-- gain (\S+) over (\S+) -->", shown, text))
+    def change(family, method):
+        names = [f"{of}-{points([method])[0][0]}-seed0" for of in ("tier1", family)]
+        errors = [r["figures"]["mse"] for name in names for r in select(found, name=name)]
+        return f"{100 * (errors[1] / errors[0] - 1):+.1f} %".replace("-", "−") if len(errors) == 2 else "–"
+
+    fill_in = lambda m: f"**{gain(m[2], m[3]) if m[2] else change(m[4], m[5])}**<!-- {m[1]} -->"
+    write(page, re.sub(r"\*\*[^*]*\*\*<!-- (gain (\S+) over (\S+)|(tier3\S+) (\S+)) -->", fill_in, text))
 
 
 def fill_readme(page, shapes, again):
@@ -150,7 +157,7 @@ def report(root=ROOT):
     fill(root / "RESULTS.md", "results", f"\n{body}\n")
     readmes = [page for page in (root.parent / "README.md", root.parent / "README.zh.md") if page.exists()]
     for page in (root / "RESULTS.md", *readmes):
-        fill_gains(page, cells["cifar"])
+        fill_prose(page, cells["cifar"])
     for page in readmes:
         fill_readme(page, cells["shapes"], cells["again"])
 

@@ -49,10 +49,12 @@ def state_hash(module):
 
 
 @torch.no_grad()
-def accuracy(net, victim, images):
+def accuracy(net, victim, images, draws=1):
+    """How often the server is right: the mean over so many draws of the noise."""
     net.eval()
-    logits = torch.cat([net.server(victim.send(z)) for z in victim.features(images.x).split(EVAL_BATCH)])
-    return (logits.argmax(1).cpu() == images.y).float().mean().item()
+    parts = victim.features(images.x).split(EVAL_BATCH)
+    said = [torch.cat([net.server(victim.send(z)).argmax(1) for z in parts]).cpu() for _ in range(draws)]
+    return (torch.stack(said) == images.y).float().mean().item()
 
 
 def leakage(victim, splits, seed):

@@ -122,6 +122,16 @@ def test_features_are_the_encoder_in_eval_mode_whatever_the_batch(monkeypatch):
     assert not victim.features(images.x).requires_grad and not victim.encoder.training
 
 
+def test_an_accuracy_over_several_draws_is_the_mean_of_as_many_looks():
+    victim, images = small_victim(), draw_shapes(40)  # untrained: the noise decides
+    net = SimpleNamespace(eval=lambda: None, server=lambda sent: sent.flatten(1)[:, :10])
+    torch.manual_seed(1)
+    looks = [evaluation.accuracy(net, victim, images) for _ in range(4)]
+    torch.manual_seed(1)
+    assert evaluation.accuracy(net, victim, images, draws=4) == pytest.approx(sum(looks) / 4, rel=1e-6)
+    assert len(set(looks)) > 1
+
+
 @pytest.mark.parametrize("name", ["0.0.weight", "0.1.running_mean", "0.1.num_batches_tracked", "1.bias"])
 def test_the_hash_sees_every_weight_and_buffer(name):
     victim = small_victim()

@@ -148,7 +148,8 @@ def test_what_the_grids_hold():
     shapes, bases, cifar = (dict(grids.cells(p)) for p in ("shapes", "bases", "cifar"))
     tier1 = [grids.settings(f) for name, f in cifar.items() if name.startswith("tier1")]
     assert len(shapes) == 19 and len(bases) == 9 and len(tier1) == 3 * (5 + 10 * 3)
-    assert {(s["epochs"], s["attack_epochs"]) for s in tier1} == {(2, "auto")}
+    attacked = {(s["epochs"], s["attack_epochs"], *s["attack_size"]) for s in tier1}
+    assert attacked == {(2, 10, 4, 64)}  # all alike
     patrol = [f for name, f in cifar.items() if "patrol" in name]
     assert len(patrol) == 6 and not any("--init" in f for f in patrol)  # it changes the network
     assert all(f.startswith(grids.scratch("")) for f in patrol) and "scratch-none-sigma0.1-seed0" in cifar
@@ -510,11 +511,21 @@ def test_a_gain_in_prose_is_that_of_the_cells(tmp_path):
         put(root, "cifar", f"tier1-gmm-lambda{MIDDLE:g}-seed{seed}", accuracy=0.55, mse=mse)
         put(root, "cifar", f"tier1-slot-lambda{POINTS['slot']:g}-seed{seed}", accuracy=0.6, mse=mse)
     page.write_text("a **x**<!-- gain gmm over noise -->, **y** and **z**<!-- gain slot over gmm -->")
-    tables.fill_gains(page, finished.load_cells("cifar", root))
+    tables.fill_prose(page, finished.load_cells("cifar", root))
     middle, factor = math.sqrt(1.5), math.exp(12.706 * math.log(1.5) / 2)
     shown = f"{middle:.2f} ({middle / factor:.2f} to {middle * factor:.2f})"
     slot = "**2.00 (2.00 to 2.00)**<!-- gain slot over gmm -->"
     assert page.read_text() == f"a **{shown}**<!-- gain gmm over noise -->, **y** and {slot}"
+
+
+def test_what_a_stronger_attacker_brings_in_prose_is_that_of_the_cells(tmp_path):
+    root, page, gmm = tmp_path / "bench", tmp_path / "page.md", f"gmm-lambda{POINTS['gmm']:g}"
+    put(root, "cifar", f"tier1-{gmm}-seed0", mse=0.02)
+    put(root, "cifar", f"tier1-{gmm}-seed1", mse=0.09)  # tier 3 has one seed
+    put(root, "cifar", f"tier3epochs20-{gmm}-seed0", mse=0.019)
+    page.write_text("by **x**<!-- tier3epochs20 gmm --> or **y**<!-- tier3epochs20 none -->")
+    tables.fill_prose(page, finished.load_cells("cifar", root))
+    assert page.read_text() == "by **−5.0 %**<!-- tier3epochs20 gmm --> or **–**<!-- tier3epochs20 none -->"
 
 
 def test_every_grid_but_the_bases_has_a_section(root):
@@ -593,23 +604,23 @@ def test_the_picture_compares_each_method_near_the_accuracy_of_one_noise_level(r
     assert "figures/equal_accuracy.png" in section(root, "CIFAR-10: each")
 
 
-def test_the_error_against_the_size_of_the_attacker_has_a_line_for_methods_with_two_sizes(root, monkeypatch):
+def test_the_error_against_the_attackers_compute_has_a_line_for_methods_with_two_budgets(root, monkeypatch):
     lines, picture = {}, pytest.importorskip("matplotlib.axes").Axes
 
     def errorbar(self, x, y, *a, label=None, **k):
-        lines.update({label: (x, y)} if "parameters" in self.get_xlabel() and x else {})
+        lines.update({label: (x, y)} if "operations" in self.get_xlabel() and x else {})
 
     monkeypatch.setattr(picture, "errorbar", errorbar)
     monkeypatch.setattr(picture, "legend", lambda self, **k: None)
-    error = lambda params, mse: {"decoder": {"params": params, "test": {"mse": mse, "ssim": 0.5}}}
+    error = lambda cost, mse: {"decoder": {"operations": cost, "test": {"mse": mse, "ssim": 0.5}}}
     none, gmm = f"none-sigma{POINTS['none']}-seed0", f"gmm-lambda{POINTS['gmm']}-seed0"
     for name, attacks in {
         f"tier1-{none}": error(200, 0.03),
         "tier1-none-sigma0.3-seed0": error(200, 0.09),  # not the point of its method
         f"tier3size8x64-{none}": error(900, 0.01),
-        f"tier3size4x64-{none}": error(400, 0.02),
-        f"tier3looks10-{none}": error(300, 0.001),  # no other size
-        f"tier1-{gmm}": error(200, 0.05),  # one size is no line
+        f"tier3epochs20-{none}": error(400, 0.02),
+        f"tier3looks10-{none}": error(300, 0.001),  # sees more, does not compute more
+        f"tier1-{gmm}": error(200, 0.05),  # one budget is no line
     }.items():
         put(root, "cifar", name, attacks=attacks)
     tables.report(root)
