@@ -62,9 +62,9 @@ def select(found, **wanted):
     return [r for r in found if all(r[k] == v for k, v in wanted.items())]
 
 
-def line(found):
-    """{seed: {setting: (accuracy, MSE)}}"""
+def line(found, figure=lambda figures: figures["mse"]):
+    """{seed: {setting: (accuracy, MSE, or another figure of which more is better)}}"""
     by_seed = {}
     for r in found:
-        by_seed.setdefault(r["config"]["seed"], {})[r["setting"]] = r["accuracy"], r["figures"]["mse"]
+        by_seed.setdefault(r["config"]["seed"], {})[r["setting"]] = r["accuracy"], figure(r["figures"])
     return by_seed

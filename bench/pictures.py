@@ -87,8 +87,8 @@ def equal_accuracy(found, root):
         label = f"{method}  {100 * r['accuracy']:.1f} %  MSE {r['figures']['mse']:.4f}"
         rows.append((label, root / f"cells/cifar/{r['name']}.png", r))
     drawn = stack_rows(root / "figures/equal_accuracy.png", rows)
-    words = "Originals above what the decoder made of them, every method near the accuracy of one noise level"
-    return f"![{words}, seed 0](figures/equal_accuracy.png)" if drawn else ""
+    words = "Originals, noise alone, and of each method the setting nearest to its accuracy (see labels)"
+    return f"![{words}; seed 0](figures/equal_accuracy.png)" if drawn else ""
 
 
 def attackers(found, root):

@@ -71,8 +71,9 @@ JPEG = "This CIFAR-10 was re-saved as JPEG: its figures compare with each other,
 POINT, SETTING = {"more": COST, "over": ["none", "gmm"], "whole": True}, {"more": CHOICE, "over": ["none"]}
 SECTIONS = [
     ("cifar", "CIFAR-10: each method against more noise",
-     "Networks of width 32, hardened by each method. A row is one setting of a method; its gains are those\n"
-     f"of the curve through all settings that every seed ran. {JPEG}",
+     "Networks of width 32, hardened by each method. A method that every seed ran with one setting is\n"
+     "compared with the curve of noise alone at its own accuracy; one with several settings as a curve, and\n"
+     f"all its rows show the same gain. {JPEG}",
      POINT, pictures.curves, pictures.attackers, pictures.equal_accuracy),
     ("cifar", "CIFAR-10: every setting",
      "Gains are at the setting's own accuracy. tier2: other defences, alone and with a surrogate. scratch:\n"
@@ -102,22 +103,25 @@ def fill(page, name, body):
 
 
 def fill_prose(page, found):
-    """Numbers in prose. **...**<!-- gain A over B --> becomes what tier 1 has, with its interval;
-    **...**<!-- tier3X A --> by how much A's error differs from tier 1's in the family tier3X, seed 0."""
+    """Numbers in prose. **...**<!-- gain A over B --> becomes what tier 1 has, with its interval; with `bits`
+    for `gain` it is B's leakage divided by A's at equal accuracy. **...**<!-- tier3X A --> becomes how far
+    A's error in the family tier3X is from tier 1's, seed 0."""
     text = read_ours(page, lambda page: page.read_text(encoding="utf-8"))
-    curve = lambda name: line(select(found, family="tier1", method="none" if name == "noise" else name))
+    of = {"gain": lambda figures: figures["mse"], "bits": lambda figures: 1 / figures["bits"]}
 
-    def gain(a, b):
-        own = curve(a)
-        return show_gain(own, curve(b), len(own), None if b == "noise" else curve("noise"))
+    def gain(what, a, b):
+        method = lambda name: select(found, family="tier1", method="none" if name == "noise" else name)
+        own, other, noise = (line(method(name), of[what]) for name in (a, b, "noise"))
+        return show_gain(own, other, len(own), None if b == "noise" else noise)
 
     def change(family, method):
         names = [f"{of}-{points([method])[0][0]}-seed0" for of in ("tier1", family)]
         errors = [r["figures"]["mse"] for name in names for r in select(found, name=name)]
         return f"{100 * (errors[1] / errors[0] - 1):+.1f} %".replace("-", "−") if len(errors) == 2 else "–"
 
-    fill_in = lambda m: f"**{gain(m[2], m[3]) if m[2] else change(m[4], m[5])}**<!-- {m[1]} -->"
-    write(page, re.sub(r"\*\*[^*]*\*\*<!-- (gain (\S+) over (\S+)|(tier3\S+) (\S+)) -->", fill_in, text))
+    fill_in = lambda m: f"**{gain(*m.group(2, 3, 4)) if m[2] else change(m[5], m[6])}**<!-- {m[1]} -->"
+    marked = r"\*\*[^*]*\*\*<!-- ((gain|bits) (\S+) over (\S+)|(tier3\S+) (\S+)) -->"
+    write(page, re.sub(marked, fill_in, text))
 
 
 def fill_readme(page, shapes, again):

@@ -196,7 +196,7 @@ def test_images_come_from_a_folder_or_from_the_named_data_set(tmp_path):
 # ------------------------------------------------------------------------------------------------ cells
 
 
-def results(flags, accuracy=0.9, mse=0.02, val_accuracy=None, base=None, attacks=None, strongest="decoder"):
+def results(flags, accuracy=0.9, mse=0.02, val_accuracy=None, base=None, attacks=None, **more):
     """What train.py would write for these flags."""
     test = {"mse": mse, "ssim": 0.5, "nmse": 0.1, "psnr": 17.0, "images": 100}
     return {
@@ -204,8 +204,8 @@ def results(flags, accuracy=0.9, mse=0.02, val_accuracy=None, base=None, attacks
         "accuracy": accuracy,
         "val_accuracy": accuracy if val_accuracy is None else val_accuracy,
         "attacks": {"decoder": {"test": test}} if attacks is None else attacks,
-        "strongest": strongest,
-        "leakage": {"bits": 100.0, "dfil": 3.0},
+        "strongest": more.get("strongest", "decoder"),
+        "leakage": {"bits": more.get("bits", 100.0), "dfil": 3.0},
         "seconds": {"train": 60.0, "attack": 60.0},
         "base": base,
         "environment": {"command": "python train.py somewhere"},
@@ -516,6 +516,16 @@ def test_a_gain_in_prose_is_that_of_the_cells(tmp_path):
     shown = f"{middle:.2f} ({middle / factor:.2f} to {middle * factor:.2f})"
     slot = "**2.00 (2.00 to 2.00)**<!-- gain slot over gmm -->"
     assert page.read_text() == f"a **{shown}**<!-- gain gmm over noise -->, **y** and {slot}"
+
+
+def test_bits_in_prose_are_those_of_noise_alone_over_a_methods_own_at_equal_accuracy(tmp_path):
+    root, page = tmp_path / "bench", tmp_path / "page.md"
+    for sigma, accuracy, bits in ((0.1, 0.8, 400.0), (0.2, 0.6, 100.0)):
+        put(root, "cifar", f"tier1-none-sigma{sigma}-seed0", accuracy=accuracy, bits=bits)
+    put(root, "cifar", f"tier1-direct-lambda{POINTS['direct']:g}-seed0", accuracy=0.7, bits=250.0)
+    page.write_text("**x**<!-- bits direct over noise -->")
+    tables.fill_prose(page, finished.load_cells("cifar", root))
+    assert page.read_text() == "**0.80**<!-- bits direct over noise -->"  # √(400·100) / 250
 
 
 def test_what_a_stronger_attacker_brings_in_prose_is_that_of_the_cells(tmp_path):
