@@ -115,7 +115,7 @@ def decoder_attack(victim, images, args, progress, known, critic=None):
             x[mirror], z[mirror] = x[mirror].flip(-1), mirrored[index[mirror]]
             yield victim.send(z, args.looks), x
 
-    # the same z' every epoch: fresh noise alone would make their error tremble by 1 %
+    # the same z' every epoch: fresh noise alone would move their error by up to 1 %
     sent = victim.send(victim.features(images.stop.x), args.looks)
     stop = list(zip(sent.split(EVAL_BATCH), images.stop.float().to(sent.device).split(EVAL_BATCH)))
 

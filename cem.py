@@ -181,7 +181,7 @@ def class_moments(z, y, each=True):
     centred = z - means[index]
     covariance = lambda r: r.T @ r / len(r) if full else r.square().mean(0)
     own = [covariance(centred[index == c]) for c in range(len(classes))] if each else None
-    return (count / len(z)).log(), means, covariance(centred), own
+    return (count.to(z.dtype) / len(z)).log(), means, covariance(centred), own
 
 
 def cross_entropies(moments, z, sigma, shrinkage):
