@@ -4,7 +4,7 @@ import json
 import math
 from pathlib import Path
 
-from bench.grids import cells, made_by
+from bench.grids import cells, made_by, points
 from harness.files import UserError, read_ours, say
 
 ROOT = Path(__file__).resolve().parent
@@ -60,6 +60,12 @@ def load_cells(preset, root=ROOT):
 
 def select(found, **wanted):
     return [r for r in found if all(r[k] == v for k, v in wanted.items())]
+
+
+def point_cells(found, method, families):
+    """Seed 0: the one setting that stands for a method, in each of these families that ran it, in order."""
+    names = [f"{family}-{points([method])[0][0]}-seed0" for family in families]
+    return [r for name in names for r in select(found, name=name)]
 
 
 def line(found, figure=lambda figures: figures["mse"]):

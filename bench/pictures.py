@@ -2,9 +2,9 @@
 
 from PIL import Image, ImageDraw  # comes with torchvision
 
-from bench.finished import line, select
+from bench.finished import line, point_cells, select
 from bench.gain import front, mean_points
-from bench.grids import ATTACKERS, METHODS, points
+from bench.grids import ATTACKERS, METHODS
 from harness.evaluation import LABEL_WIDTH
 from harness.files import read_ours, write
 from harness.monitor import figure_of, save
@@ -96,8 +96,7 @@ def attackers(found, root):
     families = ("tier1", *(f"tier3{budget}" for budget in BUDGETS))
     cost, lines = lambda r: r["attacks"]["decoder"]["operations"], []
     for method in METHODS:
-        names = [f"{family}-{points([method])[0][0]}-seed0" for family in families]
-        of = [r for r in found if r["name"] in names]
+        of = point_cells(found, method, families)
         if len(of) > 1:
             of = sorted(of, key=cost)
             error = [r["attacks"]["decoder"]["test"]["mse"] for r in of]

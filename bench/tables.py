@@ -9,7 +9,7 @@ import statistics
 from pathlib import Path
 
 from bench import pictures
-from bench.finished import ROOT, line, load_cells, read_cell, select, speed_rows
+from bench.finished import ROOT, line, load_cells, point_cells, read_cell, select, speed_rows
 from bench.gain import gain_interval
 from bench.grids import PRESETS, points
 from harness.files import UserError, read_ours, say, write
@@ -115,8 +115,7 @@ def fill_prose(page, found):
         return show_gain(own, other, len(own), None if b == "noise" else noise)
 
     def change(family, method):
-        names = [f"{of}-{points([method])[0][0]}-seed0" for of in ("tier1", family)]
-        errors = [r["figures"]["mse"] for name in names for r in select(found, name=name)]
+        errors = [r["figures"]["mse"] for r in point_cells(found, method, ("tier1", family))]
         return f"{100 * (errors[1] / errors[0] - 1):+.1f} %".replace("-", "−") if len(errors) == 2 else "–"
 
     fill_in = lambda m: f"**{gain(*m.group(2, 3, 4)) if m[2] else change(m[5], m[6])}**<!-- {m[1]} -->"
