@@ -4,7 +4,7 @@ import json
 import math
 from pathlib import Path
 
-from bench.grids import cells, made_by, points
+from bench.grids import POINTS, cells, made_by, vary
 from harness.files import UserError, read_ours, say
 
 ROOT = Path(__file__).resolve().parent
@@ -64,7 +64,8 @@ def select(found, **wanted):
 
 def point_cells(found, method, families):
     """Seed 0: the one setting that stands for a method, in each of these families that ran it, in order."""
-    names = [f"{family}-{points([method])[0][0]}-seed0" for family in families]
+    [(name, _)] = vary(method, POINTS[method])
+    names = [f"{family}-{name}-seed0" for family in families]
     return [r for name in names for r in select(found, name=name)]
 
 

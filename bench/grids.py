@@ -33,8 +33,9 @@ METHODS = {
     "noise_arl": ("strength", "--defense noise_arl --strength {0}", (0.3, 0.6, 1.2)),
 }
 # the middle of a method's values until its tier 1 is finished, then by hand what `choose_lambda` says
-POINTS = {name: values[1] for name, (_, _, values) in METHODS.items()} | {"none": 0.1}
+POINTS = {name: values[1] for name, (_, _, values) in METHODS.items()} | {"none": 0.15}
 NOISES = (0.1, 0.15, 0.2, 0.25)  # of noise alone, where the others have one point
+AROUND = (0.15, 0.2)  # and against stronger attackers: the accuracies of the others lie between them
 BEST = "slot_image"  # plugged into the baselines: the surrogate of the largest gain in tier 1
 BASELINES = {"dropout": 0.1, "distcorr": 0.3, "noise_arl": POINTS["noise_arl"], "patrol": 0.3}  # strengths
 # The decoder of the tables: of two of equal cost, 4x64 for 12 epochs beats 2x48 for 24. All methods get the
@@ -83,8 +84,8 @@ def vary(method, *values):
     return [(f"{method}-{knob}{v:g}", flags.format(f"{v:g}")) for v in values]
 
 
-def points(methods=METHODS):
-    return [c for m in methods for c in vary(m, *(NOISES if m == "none" else [POINTS[m]]))]
+def points(methods=METHODS, noises=NOISES):
+    return [c for m in methods for c in vary(m, *(noises if m == "none" else [POINTS[m]]))]
 
 
 def harden(seed, base="w32", attack=ATTACK):
@@ -138,7 +139,8 @@ def cifar():
         else:
             found |= grid("tier2-", harden, pair[name in METHODS :])
     for family, how in ATTACKERS.items():
-        found |= grid(f"tier3{family}-", lambda n, how=how: harden(n, attack=how), points(STRONGER), [0])
+        start = lambda n, how=how: harden(n, attack=how)
+        found |= grid(f"tier3{family}-", start, points(STRONGER, AROUND), [0])
     small = lambda n: harden(n, "w16")
     found |= grid("tier4-", small, points(("none", *ABLATIONS)), [0])
     for method, changes in ABLATIONS.items():

@@ -4,12 +4,12 @@ from PIL import Image, ImageDraw  # comes with torchvision
 
 from bench.finished import line, point_cells, select
 from bench.gain import front, mean_points
-from bench.grids import ATTACKERS, METHODS
+from bench.grids import ATTACKERS, METHODS, POINTS
 from harness.evaluation import LABEL_WIDTH
 from harness.files import read_ours, write
 from harness.monitor import figure_of, save
 
-COMPARED_AT = "sigma0.15"  # noise alone whose accuracy the picture of reconstructions compares at
+COMPARED_AT = f"sigma{POINTS['none']}"  # noise alone whose accuracy the picture compares at
 BUDGETS = [name for name in ATTACKERS if name.startswith(("size", "epochs"))]
 
 

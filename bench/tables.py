@@ -9,7 +9,7 @@ import statistics
 from pathlib import Path
 
 from bench import pictures
-from bench.finished import ROOT, line, load_cells, point_cells, read_cell, select, speed_rows
+from bench.finished import ROOT, line, load_cells, read_cell, select, speed_rows
 from bench.gain import gain_interval
 from bench.grids import PRESETS, points
 from harness.files import UserError, read_ours, say, write
@@ -104,22 +104,18 @@ def fill(page, name, body):
 
 def fill_prose(page, found):
     """Numbers in prose. **...**<!-- gain A over B --> becomes what tier 1 has, with its interval; with `bits`
-    for `gain` it is B's leakage divided by A's at equal accuracy. **...**<!-- tier3X A --> becomes how far
-    A's error in the family tier3X is from tier 1's, seed 0."""
+    for `gain` it is B's leakage divided by A's at equal accuracy; with `in FAMILY` it is another family's."""
     text = read_ours(page, lambda page: page.read_text(encoding="utf-8"))
     of = {"gain": lambda figures: figures["mse"], "bits": lambda figures: 1 / figures["bits"]}
 
-    def gain(what, a, b):
-        method = lambda name: select(found, family="tier1", method="none" if name == "noise" else name)
-        own, other, noise = (line(method(name), of[what]) for name in (a, b, "noise"))
-        return show_gain(own, other, len(own), None if b == "noise" else noise)
+    def gain(what, a, b, family="tier1"):
+        beside = {a: family, b: NOISE_OF.get(family, family), "noise": NOISE_OF.get(family, family)}
+        method = lambda name: "none" if name == "noise" else name
+        curve = lambda name: line(select(found, family=beside[name], method=method(name)), of[what])
+        return show_gain(curve(a), curve(b), len(curve(a)), None if b == "noise" else curve("noise"))
 
-    def change(family, method):
-        errors = [r["figures"]["mse"] for r in point_cells(found, method, ("tier1", family))]
-        return f"{100 * (errors[1] / errors[0] - 1):+.1f} %".replace("-", "−") if len(errors) == 2 else "–"
-
-    fill_in = lambda m: f"**{gain(*m.group(2, 3, 4)) if m[2] else change(m[5], m[6])}**<!-- {m[1]} -->"
-    marked = r"\*\*[^*]*\*\*<!-- ((gain|bits) (\S+) over (\S+)|(tier3\S+) (\S+)) -->"
+    fill_in = lambda m: f"**{gain(*filter(None, m.groups()[1:]))}**<!-- {m[1]} -->"
+    marked = r"\*\*[^*]*\*\*<!-- ((gain|bits) (\S+) over (\S+)(?: in (\S+))?) -->"
     write(page, re.sub(marked, fill_in, text))
 
 

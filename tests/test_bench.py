@@ -528,14 +528,19 @@ def test_bits_in_prose_are_those_of_noise_alone_over_a_methods_own_at_equal_accu
     assert page.read_text() == "**0.80**<!-- bits direct over noise -->"  # √(400·100) / 250
 
 
-def test_what_a_stronger_attacker_brings_in_prose_is_that_of_the_cells(tmp_path):
+def test_a_gain_against_a_stronger_attacker_is_that_of_its_family(tmp_path):
     root, page, gmm = tmp_path / "bench", tmp_path / "page.md", f"gmm-lambda{POINTS['gmm']:g}"
-    put(root, "cifar", f"tier1-{gmm}-seed0", mse=0.02)
-    put(root, "cifar", f"tier1-{gmm}-seed1", mse=0.09)  # tier 3 has one seed
-    put(root, "cifar", f"tier3epochs20-{gmm}-seed0", mse=0.019)
-    page.write_text("by **x**<!-- tier3epochs20 gmm --> or **y**<!-- tier3epochs20 none -->")
+    put(root, "cifar", f"tier1-{gmm}-seed0", accuracy=0.7, mse=0.09)
+    for sigma, accuracy, mse in ((0.15, 0.8, 0.01), (0.2, 0.6, 0.04)):
+        put(root, "cifar", f"tier1-none-sigma{sigma}-seed0", accuracy=accuracy, mse=2 * mse)
+        put(root, "cifar", f"tier3epochs20-none-sigma{sigma}-seed0", accuracy=accuracy, mse=mse)
+    put(root, "cifar", f"tier3epochs20-{gmm}-seed0", accuracy=0.7, mse=0.03)
+    put(root, "cifar", "tier2-dropout-strength0.1-seed0", accuracy=0.8, mse=0.05)  # beside tier 1's noise
+    marks = [f"{m} over noise in tier3epochs20" for m in ("gmm", "direct")] + ["dropout over noise in tier2"]
+    page.write_text(" ".join(f"**x**<!-- gain {mark} -->" for mark in marks))
     tables.fill_prose(page, finished.load_cells("cifar", root))
-    assert page.read_text() == "by **−5.0 %**<!-- tier3epochs20 gmm --> or **–**<!-- tier3epochs20 none -->"
+    shown = zip(("1.50", "–", "2.50"), marks)  # 0.03 / √(0.01·0.04), nothing, 0.05 / 0.02
+    assert page.read_text() == " ".join(f"**{number}**<!-- gain {mark} -->" for number, mark in shown)
 
 
 def test_every_grid_but_the_bases_has_a_section(root):
