@@ -18,9 +18,9 @@ it; between refreshes it is an estimate. covariance="diag" keeps the diagonal of
 B batch, C classes, D features, K components per class, J = C·K, n_j members of j in the batch, N training
 samples, s = update_scale (the paper 1, its released code 10).
 
-rate_free=True (default): Δ_j enters the gradient with the weight n_j/(π_j B), not a_j; the value stays L_C.
-    ∂L/∂z = (Σ_j + σ²I)⁻¹ (z − μ_j) / B, an unbiased estimate of the gradient over all N samples, so that λ
-    does not depend on N and s. rate_free=False is about s·B/N of that. DOCUMENTS.md derives both.
+The value is L_C; in its gradient Δ_j has the weight n_j/(π_j B) in the place of a_j: ∂L/∂z = (Σ_j + σ²I)⁻¹
+(z − μ_j) / B, an unbiased estimate of the gradient over all N samples, so that λ does not depend on N and s.
+With a_j it would be about s·B/N of that. DOCUMENTS.md derives both.
 
     cel = GMMCEL(num_classes=10, dim=512, sigma=0.1)
     cel.refresh(z_all, y_all)          # K-means and EM of each class; before it L is 0. Once per epoch
@@ -31,8 +31,8 @@ rate_free=True (default): Δ_j enters the gradient with the weight n_j/(π_j B),
 refresh() runs on the CPU, and its `generator` is a CPU generator. num_samples: how many samples z_all stands
 for, if it is a part of them. A class without a finite sample in z_all keeps its μ, its Σ and its π·N samples.
 
-Differs from the documents in: a mixture for each class, not one of all features; rate_free; no threshold: L_C
-has no hinge, stats["above_tau"] compares with VAR_THRESHOLD·σ² only to be comparable with the other losses.
+Differs from the documents in: a mixture for each class, not one of all features; that weight; no threshold:
+L_C has no hinge, and stats["above_tau"] compares with VAR_THRESHOLD·σ² to be comparable with other losses.
 Left out, with gradient 0: rows with NaN or Inf, and classes that no refresh has seen. In the update of π, B
 counts the others, so that Σπ stays 1.
 """
@@ -53,16 +53,14 @@ N_INIT, TRIAL_POINTS, ROUNDS = 20, 100, 50  # K-means: first starts, samples per
 class GMMCEL(nn.Module):
     """loss = cel(z, y); cel.refresh(z_all, y_all) fits the mixtures. Equations are at the top of the file."""
 
-    def __init__(
-        self, num_classes, dim, sigma, components=3, covariance="diag", update_scale=1.0, rate_free=True
-    ):
+    def __init__(self, num_classes, dim, sigma, components=3, covariance="diag", update_scale=1.0):
         super().__init__()
         if covariance not in ("diag", "full"):
             raise ValueError(f'covariance {covariance!r}: use "diag" or "full".')
         if min(num_classes, dim, components) < 1 or not sigma > 0 or not update_scale > 0:
             raise ValueError("num_classes, dim, components must be >= 1, sigma and update_scale > 0.")
         self.num_classes, self.dim, self.sigma, self.components = num_classes, dim, sigma, components
-        self.covariance, self.update_scale, self.rate_free = covariance, update_scale, rate_free
+        self.covariance, self.update_scale = covariance, update_scale
         shape = (dim,) if covariance == "diag" else (dim, dim)
         self.register_buffer("weights", torch.zeros(num_classes, components))  # π, 0 where there is none
         self.register_buffer("means", torch.zeros(num_classes, components, dim))  # μ
@@ -94,8 +92,8 @@ class GMMCEL(nn.Module):
             if self.training:
                 self.weights.copy_(pi.view_as(self.weights))
                 self.covs.copy_(cov.detach().view_as(self.covs))
-            if self.rate_free:  # the value of Σ_j, with the gradient of n_j/(π_j B) Δ_j
-                cov = cov.detach() + torch.where(n > 0, n / (pi * B), 0)[:, None] * (delta - delta.detach())
+            # the value of Σ_j, with the gradient of n_j/(π_j B) Δ_j
+            cov = cov.detach() + torch.where(n > 0, n / (pi * B), 0)[:, None] * (delta - delta.detach())
             # L_C = Σ_j π_j ( −log π_j + ½ log |Σ_j + Σ_p| / |Σ_p| )           [E §1.4]
             entropy, logdet = self.terms(pi, cov)
             variance = r.detach().square().sum(0) / n.sum().clamp(min=1)  # [D] about the means, in the batch

@@ -100,7 +100,7 @@ class Run:
         acting = {n: cel for n, cel in cels.items() if n not in REFRESHED or (fitted and gamma > 0)}
         lambdas = dict(zip(cels, args.lambd))
         sums, figures = torch.zeros(5, device=args.device), {}
-        for step, (x, y) in enumerate(batches(self.splits.train, args.batch_size, True, args.device, order)):
+        for step, (x, y) in enumerate(batches(self.splits.train, args.batch_size, args.device, order)):
             done = (self.epoch * self.steps + step) / (args.epochs * self.steps)
             lr = self.optimizer.param_groups[0]["lr"] = learning_rate(args, done)
             self.optimizer.zero_grad(set_to_none=True)
@@ -184,7 +184,7 @@ class Run:
         learning = [cel for cel in self.cels.values() if any(p.requires_grad for p in cel.parameters())]
         net.eval()
         for _ in range(math.ceil(FIT_STEPS / self.steps) if learning else 0):
-            for x, y in batches(self.splits.train, self.args.batch_size, True, self.args.device):
+            for x, y in batches(self.splits.train, self.args.batch_size, self.args.device):
                 with torch.no_grad():
                     z = net.encoder(x)
                 z.requires_grad_()

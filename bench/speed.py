@@ -110,7 +110,7 @@ def batches(size):
         for index in torch.randperm(len(images)).split(size["batch"]):
             torch.stack([change(x) for x in images.x[index]])
 
-    ours = lambda: sum(len(y) for _, y in data.batches(images, size["batch"], augment=True))
+    ours = lambda: sum(len(y) for _, y in data.batches(images, size["batch"]))
     yield "batches", "an epoch of batches, cropped and flipped / torchvision's transforms", ours, theirs, 3
 
 

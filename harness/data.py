@@ -3,7 +3,7 @@
     data = load("shapes", seed=0)            # or cifar10, cifar100, tinyimagenet, facescrub, a folder
     data.train.x                             # uint8 [N, 3, H, W], stored channels_last
     data.train.y                             # int64 [N]
-    for x, y in batches(data.train, 128, augment=True): ...   # x float32 in [0, 1]
+    for x, y in batches(data.train, 128): ...   # x float32 in [0, 1]
 
 Splits. `test` is the data set's own and nothing is ever selected on it. `val` is carved from the training
 images by the seed; so is `aux` (images for an attacker who has none of the victim's), empty unless asked
@@ -80,19 +80,14 @@ def to_float(x):
 # ------------------------------------------------------------------------------------------ batches
 
 
-def batches(images, batch_size, augment=False, device="cpu", order=None, generator=None):
-    """One epoch as (x float32 [B, 3, H, W], y [B]), in random order or in `order`.
-
-    The last short batch is left out when augmenting.
-    """
-    order = torch.randperm(len(images), generator=generator) if order is None else order
-    end = len(order) - len(order) % batch_size if augment and len(order) >= batch_size else len(order)
+def batches(images, batch_size, device="cpu", order=None):
+    """One epoch as (x float32 [B, 3, H, W], y [B]), cropped and flipped, in random order or in `order`, without
+    the last short batch."""
+    order = torch.randperm(len(images)) if order is None else order
+    end = len(order) - len(order) % batch_size if len(order) >= batch_size else len(order)
     for start in range(0, end, batch_size):
         index = order[start : start + batch_size]
-        x = images.x[index]
-        if augment:
-            x = crop_and_flip(x, generator)
-        yield to_float(x.to(device)), images.y[index].to(device)
+        yield to_float(crop_and_flip(images.x[index]).to(device)), images.y[index].to(device)
 
 
 def crop_and_flip(x, generator=None, padding=CROP_PADDING):

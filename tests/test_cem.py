@@ -16,7 +16,6 @@ from cem import (
     channel,
     class_moments,
     cross_entropies,
-    entropy_of_mse,
     fisher_information,
     leakage_bits,
     lr_ratio,
@@ -53,14 +52,6 @@ def test_the_channel_is_reproducible_and_fresh_and_lets_the_gradient_pass():
     assert torch.equal(first, channel(z, 0.1, seeded(3))) and not torch.equal(first, channel(z, 0.1, g))
     first.sum().backward()
     assert torch.equal(z.grad, torch.ones_like(z))
-
-
-def test_the_floor_and_its_inverse():
-    for d in (1, 8, 3072):
-        for mse in (1e-6, 0.01, 0.3, 2.0):
-            assert mse_floor(entropy_of_mse(mse, d), d) == pytest.approx(mse, rel=1e-9)
-        for h in (-3.0 * d, 0.0, 0.7 * d):
-            assert entropy_of_mse(mse_floor(h, d), d) == pytest.approx(h, rel=1e-9, abs=1e-9)
 
 
 def test_the_floor_is_the_variance_of_a_gaussian_and_below_that_of_anything_else():
@@ -618,53 +609,44 @@ class Linear(nn.Module):
 
 
 @pytest.mark.parametrize("D", [4, 12, 20])
-def test_dfil_of_a_linear_encoder_over_the_basis(D):
-    """J = A for every image: tr(AᵀA) / (d σ²), to 1e-6; no spread between the images."""
-    A, x = randn(D, 12), torch.rand(5, 3, 2, 2, generator=seeded(1), dtype=torch.float64)
-    for sigma in (0.1, 2.0):
-        dfil, stderr = fisher_information(Linear(A), x, sigma, probes=None)
-        assert (
-            dfil == pytest.approx(A.square().sum().item() / (12 * sigma**2), rel=1e-6)
-            and stderr < 1e-9 * dfil
-        )
-
-
-@pytest.mark.parametrize("probes", [1, 5])
-def test_dfil_by_random_projections_is_within_three_standard_errors(probes):
-    A, x, sigma = randn(6, 12), torch.rand(400, 3, 2, 2, generator=seeded(1), dtype=torch.float64), 0.3
+def test_dfil_of_a_linear_encoder_is_within_three_standard_errors(D):
+    """J = A for every image: tr(AᵀA) / (d σ²)."""
+    A, x, sigma = randn(D, 12), torch.rand(400, 3, 2, 2, generator=seeded(1), dtype=torch.float64), 0.3
     truth, off = A.square().sum().item() / (12 * sigma**2), []
     for seed in range(20):
-        dfil, stderr = fisher_information(Linear(A), x, sigma, probes, seeded(seed))
+        dfil, stderr = fisher_information(Linear(A), x, sigma, seeded(seed))
         assert abs(dfil - truth) < 3 * stderr
         # Var ‖Jᵀv‖² = 2 ‖AAᵀ‖² for v ~ N(0, I)
-        known = ((2 * (A @ A.T).square().sum() / (probes * len(x))) ** 0.5).item() / (12 * sigma**2)
+        known = ((2 * (A @ A.T).square().sum() / len(x)) ** 0.5).item() / (12 * sigma**2)
         assert stderr == pytest.approx(known, rel=0.35)
         off.append((dfil - truth) / stderr)
     assert 0.5 < torch.tensor(off).std() < 1.6  # the standard error is neither flattering nor timid
 
 
 def test_dfil_of_a_network_is_that_of_its_jacobians():
+    """The same v, applied to each image's whole Jacobian."""
     torch.manual_seed(0)
     encoder = SplitNet("vgg11", width=2, cut=1, bottleneck=1).double().eval().encoder
     x = torch.rand(3, 3, 8, 8, generator=seeded(1), dtype=torch.float64)
-    jacobians = [torch.autograd.functional.jacobian(encoder, image[None]) for image in x]
-    by_hand = torch.stack([J.square().sum() / (3 * 8 * 8 * 0.1**2) for J in jacobians])
-    dfil, stderr = fisher_information(encoder, x, 0.1, probes=None)
+    jacobian = lambda image: torch.autograd.functional.jacobian(encoder, image[None])
+    jacobians = [jacobian(image).reshape(-1, image.numel()) for image in x]
+    v = torch.randn(encoder(x).shape, generator=seeded(2), dtype=torch.float64).flatten(1)
+    by_hand = torch.stack([(J.T @ u).square().sum() / (x[0].numel() * 0.1**2) for J, u in zip(jacobians, v)])
+    dfil, stderr = fisher_information(encoder, x, 0.1, seeded(2))
     assert dfil == pytest.approx(by_hand.mean().item(), rel=1e-9)
     assert stderr == pytest.approx(by_hand.std().item() / 3**0.5, rel=1e-9)
 
 
 def test_one_over_dfil_is_the_least_error_of_an_unbiased_attacker():
     """x̂ = A⁻¹z' is unbiased with error σ² tr((AᵀA)⁻¹)/d: never less than 1/dFIL, equal for orthogonal A."""
-    x, sigma = torch.rand(2, 3, 2, 2, dtype=torch.float64), 0.3
+    x, sigma = torch.rand(2000, 3, 2, 2, dtype=torch.float64), 0.3
     for seed in range(5):
         A = randn(12, 12, seed=seed)
         error = sigma**2 * torch.linalg.inv(A.T @ A).trace().item() / 12
-        assert error > 1 / fisher_information(Linear(A), x, sigma, None)[0]
+        assert error > 1 / fisher_information(Linear(A), x, sigma, seeded(100 + seed))[0]
         Q = 2 * orthogonal(12, 12, seed)
-        assert 1 / fisher_information(Linear(Q), x, sigma, None)[0] == pytest.approx(
-            (sigma / 2) ** 2, rel=1e-9
-        )
+        dfil, stderr = fisher_information(Linear(Q), x, sigma, seeded(100 + seed))
+        assert abs(dfil - (2 / sigma) ** 2) < 4 * stderr < 0.05 * dfil
 
 
 def test_dfil_without_noise_is_infinite():

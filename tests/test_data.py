@@ -225,35 +225,31 @@ def test_crop_and_flip_reaches_every_shift_and_both_sides():
     assert 900 < (crop_and_flip(left, seeded(0), padding=0)[:, 0, 0, -1] == 255).sum() < 1100
 
 
-def test_batches_visit_every_image_once(shapes):
-    part, seen = shapes.val[torch.arange(130)], []
-    for x, y in batches(part, 32, generator=seeded(0)):
-        seen += zip(rows((x * 255).round().to(torch.uint8)), y.tolist())
-    assert len(seen) == 130 and sorted(seen) == sorted(zip(rows(part.x), part.y.tolist()))
-    assert [row for row, _ in seen] != rows(part.x)  # in another order
+def test_batches_visit_every_image_once_in_an_order_of_the_seed():
+    images = Images(torch.zeros(130, 3, 8, 8, dtype=torch.uint8), torch.arange(130))
+
+    def order(seed):
+        torch.manual_seed(seed)
+        return torch.cat([y for _, y in batches(images, 13)]).tolist()
+
+    assert sorted(order(1)) == list(range(130)) != order(1) == order(1) != order(2)
 
 
-def test_batches_are_floats_in_0_1_and_follow_the_generator():
+def test_batches_are_floats_in_0_1():
     x = torch.arange(256, dtype=torch.uint8).view(4, 1, 8, 8).expand(-1, 3, -1, -1)
-    images = Images(x, torch.arange(4))
-    ((got, y),) = batches(images, 4, generator=seeded(1))
-    assert got.dtype == torch.float32 and torch.equal(got, x[y].double().div(255).float())
-    assert torch.equal(to_float(x), x.double().div(255).float())
-    order = lambda seed: torch.cat([y for _, y in batches(images, 2, generator=seeded(seed))]).tolist()
-    assert order(1) == order(1) and len({tuple(order(seed)) for seed in (1, 2, 3)}) > 1
+    assert to_float(x).dtype == torch.float32 and torch.equal(to_float(x), x.double().div(255).float())
 
 
-def test_augmented_batches_leave_out_the_last_short_one_only():
+def test_batches_leave_out_the_last_short_one_only():
     images = Images(torch.zeros(10, 3, 8, 8, dtype=torch.uint8), torch.arange(10))
-    assert [len(y) for _, y in batches(images, 4, augment=True)] == [4, 4]
-    assert [len(y) for _, y in batches(images, 4)] == [4, 4, 2]
-    assert [len(y) for _, y in batches(images, 16, augment=True)] == [10]  # fewer than a batch: all of them
-    assert [len(y) for _, y in batches(images, 5, augment=True)] == [5, 5]
+    sizes = lambda batch: [len(y) for _, y in batches(images, batch)]
+    assert sizes(4) == [4, 4] and sizes(5) == [5, 5] and sizes(16) == [10]  # fewer than a batch: all of them
 
 
-def test_an_augmented_batch_is_its_images_in_the_given_order_cropped_and_flipped():
+def test_a_batch_is_its_images_in_the_given_order_cropped_and_flipped():
     images, order, g = draw_shapes(20, seed=0), torch.arange(19, -1, -1), seeded(0)
-    for i, (x, y) in enumerate(batches(images, 5, augment=True, order=order, generator=seeded(0))):
+    torch.manual_seed(0)
+    for i, (x, y) in enumerate(batches(images, 5, order=order)):
         index = order[5 * i : 5 * i + 5]
         assert torch.equal(x, to_float(crop_and_flip(images.x[index], g))) and torch.equal(y, images.y[index])
     assert i == 3

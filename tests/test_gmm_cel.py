@@ -57,7 +57,7 @@ def value_and_grad(cel, z, y):
 
 
 def literal(cel, z, y):
-    """The equations, one sample at a time -> L_C, new π, new Σ, ∂L/∂z of rate_free False, and of True."""
+    """The equations, one sample at a time -> L_C, new π, new Σ, ∂L/∂z."""
     (C, K, D), B = cel.means.shape, len(z)
     full = cel.covariance == "full"
     members = {(c, k): [] for c in range(C) for k in range(K)}
@@ -69,7 +69,7 @@ def literal(cel, z, y):
     B_seen, N, s = sum(map(len, members.values())), float(cel.num_samples), cel.update_scale
     b = min(0.99, s * B_seen / N)
     pi, cov, loss = cel.weights.clone(), cel.covs.clone(), 0.0
-    by_rate, rate_free = torch.zeros_like(z), torch.zeros_like(z)
+    grad = torch.zeros_like(z)
     for (c, k), rows in members.items():
         if cel.weights[c, k] == 0:
             continue
@@ -84,10 +84,8 @@ def literal(cel, z, y):
         p = float(pi[c, k])
         loss += p * (-math.log(p) + 0.5 * float(torch.logdet(S) - D * math.log(cel.sigma**2)))
         for i in rows:
-            step = torch.linalg.solve(S, z[i] - cel.means[c, k])
-            by_rate[i] = p * a / len(rows) * step
-            rate_free[i] = step / B
-    return loss, pi, cov, by_rate, rate_free
+            grad[i] = torch.linalg.solve(S, z[i] - cel.means[c, k]) / B
+    return loss, pi, cov, grad
 
 
 # ----- the equations, and the gradient
@@ -103,17 +101,14 @@ def test_equals_the_equations_written_as_loops(covariance):
         unseen = [0] if seed % 4 == 0 and C > 1 else []
         y = torch.randint(C, (B,), generator=g)
         z = torch.randn(B, D, generator=g, dtype=F64)
-        for rate_free in (False, True):
-            cel = random_module(
-                seed, C, K, D, covariance, 0.4, N, unseen, update_scale=s, rate_free=rate_free
-            )
-            want, pi, cov, *grads = literal(cel, z, y)
-            loss, grad = value_and_grad(cel, z, y)
-            assert loss.item() == pytest.approx(want, abs=1e-10)
-            assert (grad - grads[rate_free]).abs().max() < 1e-10
-            assert (cel.weights - pi).abs().max() < 1e-12 and (cel.covs - cov).abs().max() < 1e-12
-            assert float(cel.weights.sum()) == pytest.approx(1, abs=1e-12)
-            assert cel.bound().item() == pytest.approx(want, abs=1e-10)  # what was stored is what was scored
+        cel = random_module(seed, C, K, D, covariance, 0.4, N, unseen, update_scale=s)
+        want, pi, cov, expected = literal(cel, z, y)
+        loss, grad = value_and_grad(cel, z, y)
+        assert loss.item() == pytest.approx(want, abs=1e-10)
+        assert (grad - expected).abs().max() < 1e-10
+        assert (cel.weights - pi).abs().max() < 1e-12 and (cel.covs - cov).abs().max() < 1e-12
+        assert float(cel.weights.sum()) == pytest.approx(1, abs=1e-12)
+        assert cel.bound().item() == pytest.approx(want, abs=1e-10)  # what was stored is what was scored
         skipped += float(cel.stats["skipped"]) > 0
         absent += len(y.unique()) < C
         fewer_than_classes += B < C
@@ -122,14 +117,7 @@ def test_equals_the_equations_written_as_loops(covariance):
 
 
 @BOTH
-def test_gradcheck_of_the_form_with_the_rate(covariance):
-    cel = random_module(1, 3, 2, 4, covariance, N=60, rate_free=False).eval()
-    y = torch.arange(9) % 3
-    assert torch.autograd.gradcheck(lambda t: cel(t, y), (randn(2, 9, 4).requires_grad_(),))
-
-
-@BOTH
-def test_rate_free_gradient_estimates_that_of_the_whole_set(covariance):
+def test_the_gradient_estimates_that_of_the_whole_set(covariance):
     """N samples as one batch have the exact gradient of L_C; a batch of B carries N/B times its part."""
     N, D, B = 60, 3, 12
     z, y = randn(0, N, D), torch.arange(N) % 2
@@ -149,7 +137,7 @@ def test_rate_free_gradient_estimates_that_of_the_whole_set(covariance):
         torch.testing.assert_close(grad * B, t.grad[rows] * N, rtol=1e-8, atol=1e-10)
 
 
-def test_rate_free_removes_the_size_of_the_data_set_and_the_update_scale():
+def test_the_gradient_does_not_depend_on_the_size_of_the_data_set_and_the_update_scale():
     z, y = randn(3, 10, 4), torch.arange(10) % 2
 
     def gradient(**kwargs):
@@ -158,11 +146,6 @@ def test_rate_free_removes_the_size_of_the_data_set_and_the_update_scale():
     base = gradient(N=10**6)
     for kwargs in ({"N": 10**9}, {"N": 10**6, "update_scale": 10.0}):
         torch.testing.assert_close(gradient(**kwargs), base, rtol=1e-3, atol=0)
-    rated = gradient(N=10**6, rate_free=False)
-    torch.testing.assert_close(gradient(N=10**9, rate_free=False) * 1000, rated, rtol=1e-3, atol=0)
-    scaled = gradient(N=10**6, update_scale=10.0, rate_free=False)
-    torch.testing.assert_close(scaled, rated * 10, rtol=1e-3, atol=0)
-    torch.testing.assert_close(rated * 10**6 / 10, base, rtol=1e-3, atol=0)  # s·B/N of the rate-free one
 
 
 @BOTH
@@ -714,12 +697,11 @@ def test_bad_rows_and_unseen_classes_change_nothing(covariance):
 
 
 @BOTH
-@pytest.mark.parametrize("rate_free", [True, False])
-def test_finite_at_every_scale(covariance, rate_free):
+def test_finite_at_every_scale(covariance):
     for scale, constant in itertools.product((1e-12, 1e-6, 1.0, 1e6, 1e12), (False, True)):
         z = torch.randn(60, 24, generator=gen(0)) * scale
         z, y = z[:1].expand(60, 24) if constant else z, torch.arange(60) % 7
-        cel = GMMCEL(8, 24, 0.025, covariance=covariance, rate_free=rate_free)
+        cel = GMMCEL(8, 24, 0.025, covariance=covariance)
         cel.refresh(z, y, generator=gen(0))
         for _ in range(5):
             loss, grad = value_and_grad(cel, z * 1.5, y)

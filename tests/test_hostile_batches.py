@@ -117,7 +117,6 @@ OPTIONS = {
         "components": (1, 2, 3, 5),
         "covariance": ("diag", "full"),
         "update_scale": (1.0, 10.0),
-        "rate_free": (True, False),
     },
     "cluster": {
         "clusters": (1, 2, 3, 5),
