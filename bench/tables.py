@@ -1,6 +1,7 @@
 """bench/RESULTS.md and README's table, made from bench/cells alone; and `compare`, the same for any runs.
 
-A section is an entry of SECTIONS: grid, title, text, table, picture. It appears with its first cell.
+A section is an entry of SECTIONS: grid, title, text, table, pictures. It appears with its first cell. The first
+of them opens the page, the others stand below the words about it.
 """
 
 import math
@@ -46,11 +47,12 @@ def show_gain(own, other, runs, through=None):
 
 def table(found, more, over=(), whole=False, columns=COLUMNS):
     """A row a setting, with its gain over each method of `over` in its family, at its own accuracy. `whole`:
-    of tier 1 only noise alone and the point of each method, with the gain of its whole curve."""
+    of tier 1 noise alone and the point of each method, with the gain of its whole curve; and tier 2."""
     rows, columns = [], columns | more
     keys = dict.fromkeys((r["family"], r["method"], r["setting"]) for r in found)
     if whole:
-        keys = [key for key in (("tier1", *name.split("-")) for name, _ in points()) if key in keys]
+        chosen = [("tier1", *name.split("-")) for name, _ in points()]
+        keys = [key for key in (*chosen, *(k for k in keys if k[0] == "tier2")) if key in keys]
     for family, method, setting in keys:
         curve = select(found, family=family, method=method)
         results = select(curve, setting=setting)
@@ -71,9 +73,7 @@ JPEG = "This CIFAR-10 was re-saved as JPEG: its figures compare with each other,
 POINT, SETTING = {"more": COST, "over": ["none", "gmm"], "whole": True}, {"more": CHOICE, "over": ["none"]}
 SECTIONS = [
     ("cifar", "CIFAR-10: each method against more noise",
-     "Networks of width 32, hardened by each method. A method that every seed ran with one setting is\n"
-     "compared with the curve of noise alone at its own accuracy; one with several settings as a curve, and\n"
-     f"all its rows show the same gain. {JPEG}",
+     f"Networks of width 32, hardened by each method. {JPEG}",
      POINT, pictures.curves, pictures.attackers, pictures.equal_accuracy),
     ("cifar", "CIFAR-10: every setting",
      "Gains are at the setting's own accuracy. tier2: other defences, alone and with a surrogate. scratch:\n"
@@ -139,9 +139,9 @@ def fill_readme(page, shapes, again):
 
 def report(root=ROOT):
     """Rewrite what stands between the markers of RESULTS.md and README.md, and the figures."""
-    blocks, cells = [], {preset: load_cells(preset, root) for preset in PRESETS}
+    cells, first, rest = {preset: load_cells(preset, root) for preset in PRESETS}, [], []
     for preset, title, words, columns, *drawn in SECTIONS:
-        found = cells[preset]
+        found, blocks = cells[preset], first if title == SECTIONS[0][1] else rest
         if found:
             blocks += [
                 f"## {title}",
@@ -151,9 +151,10 @@ def report(root=ROOT):
             blocks += filter(None, (picture(found, root) for picture in drawn))
     rows = [[r["what"], f"{r['ratio']:.2f}"] for r in speed_rows(root)]
     words = "`python -m bench speed`. Ratios of times, both sides measured in turns in one run, medians."
-    blocks += ["## Speed", words, markdown(["what", "ratio"], rows)] if rows else []
-    body = "\n\n".join(blocks) or "No cell has been run with this version yet."
-    fill(root / "RESULTS.md", "results", f"\n{body}\n")
+    rest += ["## Speed", words, markdown(["what", "ratio"], rows)] if rows else []
+    for name, blocks in (("first", first), ("rest", rest)):
+        body = "\n\n".join(blocks) or "No cell has been run with this version yet."
+        fill(root / "RESULTS.md", name, f"\n{body}\n")
     readmes = [page for page in (root.parent / "README.md", root.parent / "README.zh.md") if page.exists()]
     for page in (root / "RESULTS.md", *readmes):
         fill_prose(page, cells["cifar"])

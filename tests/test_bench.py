@@ -221,7 +221,8 @@ def put(root, preset, name, **figures):
 
 @pytest.fixture
 def root(tmp_path):
-    (tmp_path / "RESULTS.md").write_text("above\n<!-- results -->\nold\n<!-- /results -->\nbelow\n")
+    blocks = [f"<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in ("first", "rest")]
+    (tmp_path / "RESULTS.md").write_text("above\n" + "between\n".join(blocks) + "below\n")
     return tmp_path
 
 
@@ -437,7 +438,8 @@ def test_the_cifar_table_compares_whole_curves_of_the_seeds_that_have_them(root)
     middle, factor = math.sqrt(1.2 * 1.4), math.exp(12.706 * math.log(1.4 / 1.2) / 2)
     expected = f"{middle:.2f} ({middle / factor:.2f} to {middle * factor:.2f}) [2 of 3 seeds]"
     assert row[-3:] == [expected, "1", "3"]
-    # tier 2 stands beside the noise of tier 1
+    # tier 2 stands beside the noise of tier 1, in both tables
+    assert table_in(root, "CIFAR-10: each method")["dropout strength 0.1"][-3] == "2.50"
     assert table_in(root, "CIFAR-10: every setting")["tier2 dropout strength0.1"][-2] == "2.50"
     assert "JPEG" in section(root, "CIFAR-10: each") and "figures/curves.png" in section(
         root, "CIFAR-10: each"
@@ -461,8 +463,9 @@ def test_the_report_is_the_same_byte_for_byte_and_leaves_the_rest_of_the_page(ro
     tables.report(root)
     assert {p: p.read_bytes() for p in first} == first and root / "figures/shapes.png" in first
     text = first[root / "RESULTS.md"].decode()
-    assert text.startswith("above\n<!-- results -->") and text.endswith("<!-- /results -->\nbelow\n")
-    assert "old" not in text
+    assert text.startswith("above\n<!-- first -->") and text.endswith("<!-- /rest -->\nbelow\n")
+    assert "<!-- /first -->\nbetween\n<!-- rest -->" in text and "old" not in text
+    assert text.index("CIFAR-10: each") < text.index("between") < text.index("CIFAR-10: every")
     shutil.rmtree(root / "cells")
     tables.report(root)  # sections go with their cells
     assert (
@@ -470,7 +473,7 @@ def test_the_report_is_the_same_byte_for_byte_and_leaves_the_rest_of_the_page(ro
         and "##" not in (root / "RESULTS.md").read_text()
     )
     (root / "RESULTS.md").write_text("no markers")
-    sentence(lambda: tables.report(root), "<!-- results -->")
+    sentence(lambda: tables.report(root), "<!-- first -->")
 
 
 def test_the_committed_pages_are_what_their_cells_make(tmp_path):
