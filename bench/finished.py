@@ -8,6 +8,7 @@ from bench.grids import POINTS, cells, made_by, vary
 from harness.files import UserError, read_ours, say
 
 ROOT = Path(__file__).resolve().parent
+SHOWN = {"none": "noise alone"}  # what a table or a picture calls a method, where it is not its name
 
 
 def read_cell(path):

@@ -2,7 +2,7 @@
 
 from PIL import Image, ImageDraw  # comes with torchvision
 
-from bench.finished import line, point_cells, select
+from bench.finished import SHOWN, line, point_cells, select
 from bench.gain import front, mean_points
 from bench.grids import ATTACKERS, METHODS, POINTS
 from harness.evaluation import LABEL_WIDTH
@@ -55,8 +55,8 @@ def draw_lines(path, lines, **axis):
         axes.yaxis.set_minor_formatter("{x:.3f}")
         colours = dict(zip(METHODS, ["black", *(f"C{i}" for i in range(len(METHODS)))]))
         for method, x, error, look in lines:
-            axes.errorbar(x, error, fmt="o-", color=colours[method], **look)
-        axes.legend(fontsize=8)
+            axes.errorbar(x, error, fmt="o-", color=colours[method], label=SHOWN.get(method, method), **look)
+        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
         save(figure, path)
 
 
@@ -69,7 +69,7 @@ def curves(found, root):
             accuracy, error = zip(*front(of))
             wide, high = zip(*(of[point] for point in front(of)))
             bars = {"xerr": [100 * w for w in wide], "yerr": high, "elinewidth": 0.8}
-            lines.append((method, [100 * a for a in accuracy], error, {"label": method, **bars}))
+            lines.append((method, [100 * a for a in accuracy], error, bars))
     axis = {"xlabel": "test accuracy, %", "ylabel": "attacker's MSE, test images"}
     draw_lines(root / "figures/curves.png", lines, **axis)
     words = "Test accuracy against the attacker's error, mean and standard deviation over the seeds"
@@ -84,7 +84,7 @@ def equal_accuracy(found, root):
     for method in dict.fromkeys(r["method"] for r in runs) if reference else ():
         distance = lambda r: abs(r["accuracy"] - reference[0]["accuracy"])
         r = reference[0] if method == "none" else min(select(runs, method=method), key=distance)
-        label = f"{method}  {100 * r['accuracy']:.1f} %  MSE {r['figures']['mse']:.4f}"
+        label = f"{SHOWN.get(method, method)}  {100 * r['accuracy']:.1f} %  MSE {r['figures']['mse']:.4f}"
         rows.append((label, root / f"cells/cifar/{r['name']}.png", r))
     drawn = stack_rows(root / "figures/equal_accuracy.png", rows)
     words = "Originals, noise alone, and of each method the setting nearest to its accuracy (see labels)"
@@ -100,7 +100,7 @@ def attackers(found, root):
         if len(of) > 1:
             of = sorted(of, key=cost)
             error = [r["attacks"]["decoder"]["test"]["mse"] for r in of]
-            lines.append((method, list(map(cost, of)), error, {"label": method}))
+            lines.append((method, list(map(cost, of)), error, {}))
     if not lines:
         return ""
     words = "operations of the decoder's training"

@@ -10,7 +10,7 @@ import statistics
 from pathlib import Path
 
 from bench import pictures
-from bench.finished import ROOT, line, load_cells, read_cell, select, speed_rows
+from bench.finished import ROOT, SHOWN, line, load_cells, read_cell, select, speed_rows
 from bench.gain import gain_interval
 from bench.grids import PRESETS, points
 from harness.files import UserError, read_ours, say, write
@@ -56,7 +56,7 @@ def table(found, more, over=(), whole=False, columns=COLUMNS):
     for family, method, setting in keys:
         curve = select(found, family=family, method=method)
         results = select(curve, setting=setting)
-        name = ["noise alone" if method == "none" else method, re.sub(r"(?<=[a-z])(?=\d)", " ", setting)]
+        name = [SHOWN.get(method, method), re.sub(r"(?<=[a-z])(?=\d)", " ", setting)]
         name = name if whole else [family, method, setting]
         row = [" ".join(filter(None, name)), *figures(results, columns)]
         beside = select(found, family=NOISE_OF.get(family, family))
@@ -65,7 +65,7 @@ def table(found, more, over=(), whole=False, columns=COLUMNS):
             own, through = line(curve if whole else results), None if other == "none" else of["none"]
             row.append("1" if other == method else show_gain(own, of[other], len(results), through))
         rows.append([*row, str(len(results))])
-    gains = [f"gain over {'noise alone' if other == 'none' else other} (95 %)" for other in over]
+    gains = [f"gain over {SHOWN.get(other, other)} (95 %)" for other in over]
     return markdown(["method", *columns, *gains, "n"], rows)
 
 

@@ -642,7 +642,7 @@ def test_the_error_against_the_attackers_compute_has_a_line_for_methods_with_two
     }.items():
         put(root, "cifar", name, attacks=attacks)
     tables.report(root)
-    assert lines == {"none": ([200, 400, 900], [0.03, 0.02, 0.01])}
+    assert lines == {"noise alone": ([200, 400, 900], [0.03, 0.02, 0.01])}
     assert "figures/attackers.png" in section(root, "CIFAR-10: each")
 
 
