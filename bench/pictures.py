@@ -76,19 +76,19 @@ def curves(found, root):
     return f"![{words}](figures/curves.png)"
 
 
-def equal_accuracy(found, root):
+def equal_accuracy(found, root, name="equal_accuracy", methods=METHODS):
     """Tier 1, seed 0: noise alone at one σ, and of every other method the setting nearest to its accuracy."""
     runs = [r for r in select(found, family="tier1") if r["config"]["seed"] == 0]
     reference = select(runs, method="none", setting=COMPARED_AT)
-    rows = []
-    for method in dict.fromkeys(r["method"] for r in runs) if reference else ():
+    rows, ran = [], {r["method"] for r in runs}
+    for method in [method for method in methods if method in ran] if reference else ():
         distance = lambda r: abs(r["accuracy"] - reference[0]["accuracy"])
         r = reference[0] if method == "none" else min(select(runs, method=method), key=distance)
         label = f"{SHOWN.get(method, method)}  {100 * r['accuracy']:.1f} %  MSE {r['figures']['mse']:.4f}"
         rows.append((label, root / f"cells/cifar/{r['name']}.png", r))
-    drawn = stack_rows(root / "figures/equal_accuracy.png", rows)
+    drawn = stack_rows(root / f"figures/{name}.png", rows)
     words = "Originals, noise alone, and of each method the setting nearest to its accuracy (see labels)"
-    return f"![{words}; seed 0](figures/equal_accuracy.png)" if drawn else ""
+    return f"![{words}; seed 0](figures/{name}.png)" if drawn else ""
 
 
 def attackers(found, root):

@@ -12,7 +12,7 @@ from pathlib import Path
 from bench import pictures
 from bench.finished import ROOT, SHOWN, line, load_cells, read_cell, select, speed_rows
 from bench.gain import gain_interval
-from bench.grids import PRESETS, points
+from bench.grids import PRESETS, cifar, points
 from harness.files import UserError, read_ours, say, write
 from harness.options import OF_THE_PLACE
 
@@ -22,6 +22,12 @@ COLUMNS = {"accuracy %": ("accuracy", 100, 2), "attacker's MSE (test)": ("mse", 
 COST = {"cost of a step": ("cost", 1, 2)}
 CHOICE = {"validation accuracy %": ("val_accuracy", 100, 2), "minutes": ("minutes", 1, 0)}
 NOISE_OF = {"tier2": "tier1"}  # the family whose noise alone a family stands beside, where it has none itself
+# the rows of the first table (family, method, setting), and of README's table and picture
+MAIN = [("tier1", *name.split("-")) for name, _ in points()]
+MAIN += [tuple(name.split("-")[:3]) for name in cifar() if re.fullmatch("tier2-.*-seed0", name)]
+LEFT_OUT = {"sigma0.15", "sigma0.25", "released"}
+SHORT = [key for key in MAIN if key[0] == "tier1" and not LEFT_OUT & {*key}]
+PICTURED = ("none", "gmm", "direct", "direct+slot_image")
 
 
 def markdown(header, rows):
@@ -45,14 +51,12 @@ def show_gain(own, other, runs, through=None):
     return f"{mean:.2f}{interval}{f' [{n} of {runs} seeds]' if n < runs else ''}" if n else "–"
 
 
-def table(found, more, over=(), whole=False, columns=COLUMNS):
+def table(found, more, over=(), whole=(), columns=COLUMNS):
     """A row a setting, with its gain over each method of `over` in its family, at its own accuracy. `whole`:
-    of tier 1 noise alone and the point of each method, with the gain of its whole curve; and tier 2."""
+    only these rows, with the gain of their method's whole curve."""
     rows, columns = [], columns | more
     keys = dict.fromkeys((r["family"], r["method"], r["setting"]) for r in found)
-    if whole:
-        chosen = [("tier1", *name.split("-")) for name, _ in points()]
-        keys = [key for key in (*chosen, *(k for k in keys if k[0] == "tier2")) if key in keys]
+    keys = [key for key in whole or keys if key in keys]
     for family, method, setting in keys:
         curve = select(found, family=family, method=method)
         results = select(curve, setting=setting)
@@ -70,7 +74,7 @@ def table(found, more, over=(), whole=False, columns=COLUMNS):
 
 
 JPEG = "This CIFAR-10 was re-saved as JPEG: its figures compare with each other, not with a paper's."
-POINT, SETTING = {"more": COST, "over": ["none", "gmm"], "whole": True}, {"more": CHOICE, "over": ["none"]}
+POINT, SETTING = {"more": COST, "over": ["none", "gmm"], "whole": MAIN}, {"more": CHOICE, "over": ["none"]}
 SECTIONS = [
     ("cifar", "CIFAR-10: each method against more noise",
      f"Networks of width 32, hardened by each method. {JPEG}",
@@ -119,13 +123,12 @@ def fill_prose(page, found):
     write(page, re.sub(marked, fill_in, text))
 
 
-def fill_readme(page, shapes, again):
+def fill_readme(page, found, again):
     """README's first table, and what to expect of its first command: the range over all cells that ran it."""
-    found = [r for r in shapes if r["method"] != "clean"]
-    again = select(found, method="gated") + again
-    if again:
+    if found:
         columns = dict(list(COLUMNS.items())[:2])
-        fill(page, "shapes", table(found, {}, columns=columns))
+        fill(page, "table", table(found, {}, ["none"], SHORT, columns))
+    if again:
         thousandths = {
             key: [round(1000 * r["figures"][key], 3) for r in again] for key in ("accuracy", "mse")
         }
@@ -159,7 +162,8 @@ def report(root=ROOT):
     for page in (root / "RESULTS.md", *readmes):
         fill_prose(page, cells["cifar"])
     for page in readmes:
-        fill_readme(page, cells["shapes"], cells["again"])
+        fill_readme(page, cells["cifar"], select(cells["shapes"], method="gated") + cells["again"])
+    pictures.equal_accuracy(cells["cifar"], root, "readme", PICTURED)
 
 
 def compare(folders, out):

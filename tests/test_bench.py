@@ -493,18 +493,20 @@ def test_the_committed_pages_are_what_their_cells_make(tmp_path):
 
 def test_readme_says_what_to_expect_of_all_runs_of_its_command(tmp_path):
     root, page = tmp_path / "bench", tmp_path / "README.md"
-    page.write_text("<!-- shapes -->\nold\n<!-- /shapes -->\n<!-- expect -->\n<!-- /expect -->\n")
-    tables.fill_readme(page, *(finished.load_cells(preset, root) for preset in ("shapes", "again")))
+    page.write_text("<!-- table -->\nold\n<!-- /table -->\n<!-- expect -->\n<!-- /expect -->\n")
+    tables.fill_readme(page, [], [])
     assert "old" in page.read_text()  # no cell, no change
     put(root, "shapes", "gated-seed0", accuracy=0.991, mse=0.02)
     put(root, "shapes", "gated-seed1", accuracy=0.995, mse=0.01)
-    put(root, "shapes", "none-seed0", accuracy=0.999, mse=0.005)
     put(root, "again", "gated-seed0", accuracy=0.985, mse=0.012)
-    tables.fill_readme(page, *(finished.load_cells(preset, root) for preset in ("shapes", "again")))
+    noise(root, "cifar", "tier1-")
+    put(root, "cifar", f"tier1-gmm-lambda{MIDDLE:g}-seed0", accuracy=0.55, mse=0.03)
+    cells = {preset: finished.load_cells(preset, root) for preset in ("cifar", "shapes", "again")}
+    tables.fill_readme(page, cells["cifar"], cells["shapes"] + cells["again"])
     text = page.read_text()
     assert "98.5 to 99.5 %" in text and "0.010 to 0.020" in text and "3 runs" in text and "old" not in text
-    assert "| none | 99.90 | 0.0050 | 1 |" in text
-    assert "| gated | 99.30 ± 0.28 | 0.0150 ± 0.0071 | 2 |" in text  # those of `again` are not in the table
+    assert "| noise alone sigma 0.1 | 60.00 | 0.0100 | 1 | 1 |" in text
+    assert f"| gmm lambda {MIDDLE:g} | 55.00 | 0.0300 | 1.50 | 1 |" in text
 
 
 def test_a_gain_in_prose_is_that_of_the_cells(tmp_path):
@@ -611,7 +613,7 @@ def test_compare_prints_one_table_and_draws_one_picture(tmp_path, capsys):
 
 def test_the_picture_compares_each_method_near_the_accuracy_of_one_noise_level(root):
     red, green, blue, grey, black = (255, 0, 0), (0, 255, 0), (0, 0, 255), (9, 9, 9), (0, 0, 0)
-    runs = {"none-sigma0.1": (0.6, grey), "none-sigma0.15": (0.5, green), "none-sigma0.2": (0.51, black)}
+    runs = {"none-sigma0.1": (0.6, grey), "none-sigma0.2": (0.5, green), "none-sigma0.15": (0.51, black)}
     runs |= {f"gmm-lambda{LOW:g}": (0.55, grey), f"gmm-lambda{MIDDLE:g}": (0.48, blue)}
     for name, (accuracy, colour) in runs.items():
         path = put(root, "cifar", f"tier1-{name}-seed0", accuracy=accuracy)
@@ -619,6 +621,7 @@ def test_the_picture_compares_each_method_near_the_accuracy_of_one_noise_level(r
         shutil.copy(root / name / "reconstructions.png", path.with_suffix(".png"))
     tables.report(root)
     assert colours_of(root / "figures/equal_accuracy.png") == [red, green, blue]
+    assert colours_of(root / "figures/readme.png") == [red, green, blue]
     assert "figures/equal_accuracy.png" in section(root, "CIFAR-10: each")
 
 
