@@ -4,12 +4,11 @@ from PIL import Image, ImageDraw  # comes with torchvision
 
 from bench.finished import SHOWN, line, point_cells, select
 from bench.gain import front, mean_points
-from bench.grids import ATTACKERS, METHODS, POINTS
+from bench.grids import AROUND, ATTACKERS, METHODS
 from harness.evaluation import LABEL_WIDTH
 from harness.files import read_ours, write
 from harness.monitor import figure_of, save
 
-COMPARED_AT = f"sigma{POINTS['none']}"  # noise alone whose accuracy the picture compares at
 BUDGETS = [name for name in ATTACKERS if name.startswith(("size", "epochs"))]
 
 
@@ -51,8 +50,8 @@ def draw_lines(path, lines, **axis):
     if figure is not None:
         axes = figure.add_subplot(**axis)
         axes.set_yscale("log", subs=(1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 4, 5, 6, 7, 8, 9))
-        axes.yaxis.set_major_formatter("{x:.3f}")
-        axes.yaxis.set_minor_formatter("{x:.3f}")
+        axes.yaxis.set_major_formatter("{x:.4f}")
+        axes.yaxis.set_minor_formatter("{x:.4f}")
         colours = dict(zip(METHODS, ["black", *(f"C{i}" for i in range(len(METHODS)))]))
         for method, x, error, look in lines:
             axes.errorbar(x, error, fmt="o-", color=colours[method], label=SHOWN.get(method, method), **look)
@@ -77,18 +76,21 @@ def curves(found, root):
 
 
 def equal_accuracy(found, root, name="equal_accuracy", methods=METHODS):
-    """Tier 1, seed 0: noise alone at one σ, and of every other method the setting nearest to its accuracy."""
+    """Tier 1, seed 0: noise alone at two σ, and every other method at its setting nearest to between them."""
     runs = [r for r in select(found, family="tier1") if r["config"]["seed"] == 0]
-    reference = select(runs, method="none", setting=COMPARED_AT)
-    rows, ran = [], {r["method"] for r in runs}
-    for method in [method for method in methods if method in ran] if reference else ():
-        distance = lambda r: abs(r["accuracy"] - reference[0]["accuracy"])
-        r = reference[0] if method == "none" else min(select(runs, method=method), key=distance)
-        label = f"{SHOWN.get(method, method)}  {100 * r['accuracy']:.1f} %  MSE {r['figures']['mse']:.4f}"
+    shown = [r for sigma in AROUND for r in select(runs, method="none", setting=f"sigma{sigma:g}")]
+    if shown:
+        middle = sum(r["accuracy"] for r in shown) / len(shown)
+        of = [select(runs, method=method) for method in methods if method != "none"]
+        shown += [min(own, key=lambda r: abs(r["accuracy"] - middle)) for own in of if own]
+    rows = []
+    for r in shown:
+        figures = f"{100 * r['accuracy']:.1f} %  MSE {r['figures']['mse']:.4f}"
+        label = f"{SHOWN.get(r['method'], r['method'])} {r['setting']}  {figures}"
         rows.append((label, root / f"cells/cifar/{r['name']}.png", r))
     drawn = stack_rows(root / f"figures/{name}.png", rows)
-    words = "Originals, noise alone, and of each method the setting nearest to its accuracy (see labels)"
-    return f"![{words}; seed 0](figures/{name}.png)" if drawn else ""
+    words = "Originals; noise alone at two levels; each method at its setting nearest in accuracy; seed 0"
+    return f"![{words}](figures/{name}.png)" if drawn else ""
 
 
 def attackers(found, root):
@@ -103,7 +105,7 @@ def attackers(found, root):
             lines.append((method, list(map(cost, of)), error, {}))
     if not lines:
         return ""
-    words = "operations of the decoder's training"
+    words = "operations of the decoder's training (a multiply-add counts two)"
     axis = {"xscale": "log", "xlabel": words, "ylabel": "its MSE, test images"}
     draw_lines(root / "figures/attackers.png", lines, **axis)
     return f"![The decoder's error against the {words}, seed 0](figures/attackers.png)"

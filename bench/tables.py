@@ -45,9 +45,9 @@ def figures(results, columns=COLUMNS):
 
 
 def show_gain(own, other, runs, through=None):
-    """With its interval, and the number of seeds it stands on where those are fewer than the runs."""
+    """With its interval from three seeds on, and their number where those are fewer than the runs."""
     mean, low, high, n = gain_interval(own, other, through)
-    interval = f" ({low:.2f} to {high:.2f})" if low else ""
+    interval = f" ({low:.2f} to {high:.2f})" if n > 2 else ""
     return f"{mean:.2f}{interval}{f' [{n} of {runs} seeds]' if n < runs else ''}" if n else "–"
 
 
@@ -67,7 +67,8 @@ def table(found, more, over=(), whole=(), columns=COLUMNS):
         of = {name: line(select(beside, method=name)) for name in ("none", *over)}
         for other in over:
             own, through = line(curve if whole else results), None if other == "none" else of["none"]
-            row.append("1" if other == method else show_gain(own, of[other], len(results), through))
+            shown = "1" if other == method else "–" if method == "none" else None
+            row.append(shown or show_gain(own, of[other], len(results), through))
         rows.append([*row, str(len(results))])
     gains = [f"gain over {SHOWN.get(other, other)} (95 %)" for other in over]
     return markdown(["method", *columns, *gains, "n"], rows)
@@ -123,12 +124,13 @@ def fill_prose(page, found):
     write(page, re.sub(marked, fill_in, text))
 
 
-def fill_readme(page, found, again):
+def fill_readme(page, found, shapes, again):
     """README's first table, and what to expect of its first command: the range over all cells that ran it."""
     if found:
         columns = dict(list(COLUMNS.items())[:2])
         fill(page, "table", table(found, {}, ["none"], SHORT, columns))
-    if again:
+    plain, again = select(shapes, method="none"), select(shapes, method="gated") + again
+    if plain and again:
         thousandths = {
             key: [round(1000 * r["figures"][key], 3) for r in again] for key in ("accuracy", "mse")
         }
@@ -136,7 +138,8 @@ def fill_readme(page, found, again):
         high = {key: math.ceil(max(values)) for key, values in thousandths.items()}
         accuracy = f"{low['accuracy'] / 10:.1f} to {high['accuracy'] / 10:.1f} %"
         mse = f"{low['mse'] / 1000:.3f} to {high['mse'] / 1000:.3f} on test images"
-        runs = f"{len(again)} runs: seeds 0 to 2, on one and on two threads"
+        without = f"{statistics.fmean(r['figures']['mse'] for r in plain):.3f} without a loss"
+        runs = f"{without}; {len(again)} runs: seeds 0 to 2, on one and on two threads"
         fill(page, "expect", f"Expect an accuracy of {accuracy} and an MSE of {mse}\n({runs}).")
 
 
@@ -162,7 +165,7 @@ def report(root=ROOT):
     for page in (root / "RESULTS.md", *readmes):
         fill_prose(page, cells["cifar"])
     for page in readmes:
-        fill_readme(page, cells["cifar"], select(cells["shapes"], method="gated") + cells["again"])
+        fill_readme(page, *(cells[preset] for preset in ("cifar", "shapes", "again")))
     pictures.equal_accuracy(cells["cifar"], root, "readme", PICTURED)
 
 
