@@ -109,18 +109,25 @@ def fill(page, name, body):
 
 def fill_prose(page, found):
     """Numbers in prose. **...**<!-- gain A over B --> becomes what tier 1 has, with its interval; with `bits`
-    for `gain` it is B's leakage divided by A's at equal accuracy; with `in FAMILY` it is another family's."""
+    for `gain` it is B's leakage divided by A's at equal accuracy; with `in FAMILY` it is another family's,
+    with `of seed N` that of one seed."""
     text = read_ours(page, lambda page: page.read_text(encoding="utf-8"))
     of = {"gain": lambda figures: figures["mse"], "bits": lambda figures: 1 / figures["bits"]}
 
-    def gain(what, a, b, family="tier1"):
-        beside = {a: family, b: NOISE_OF.get(family, family), "noise": NOISE_OF.get(family, family)}
-        method = lambda name: "none" if name == "noise" else name
-        curve = lambda name: line(select(found, family=beside[name], method=method(name)), of[what])
-        return show_gain(curve(a), curve(b), len(curve(a)), None if b == "noise" else curve("noise"))
+    def fill_in(m):
+        mark, what, a, b, family, seed = m.groups(default="")
+        own = family or "tier1"
+        beside = NOISE_OF.get(own, own)
 
-    fill_in = lambda m: f"**{gain(*filter(None, m.groups()[1:]))}**<!-- {m[1]} -->"
-    marked = r"\*\*[^*]*\*\*<!-- ((gain|bits) (\S+) over (\S+)(?: in (\S+))?) -->"
+        def curve(family, method):
+            runs = select(found, family=family, method="none" if method == "noise" else method)
+            return line([r for r in runs if seed in ("", str(r["config"]["seed"]))], of[what])
+
+        through = None if b == "noise" else curve(beside, "noise")
+        shown = show_gain(curve(own, a), curve(beside, b), len(curve(own, a)), through)
+        return f"**{shown}**<!-- {mark} -->"
+
+    marked = r"\*\*[^*]*\*\*<!-- ((gain|bits) (\S+) over (\S+)(?: in (\S+))?(?: of seed (\d+))?) -->"
     write(page, re.sub(marked, fill_in, text))
 
 

@@ -536,15 +536,19 @@ def test_bits_in_prose_are_those_of_noise_alone_over_a_methods_own_at_equal_accu
 def test_a_gain_against_a_stronger_attacker_is_that_of_its_family(tmp_path):
     root, page, gmm = tmp_path / "bench", tmp_path / "page.md", f"gmm-lambda{POINTS['gmm']:g}"
     put(root, "cifar", f"tier1-{gmm}-seed0", accuracy=0.7, mse=0.09)
+    put(root, "cifar", f"tier1-{gmm}-seed1", accuracy=0.7, mse=0.5)
+    put(root, "cifar", "tier1-none-sigma0.15-seed1", accuracy=0.7, mse=0.1)
     for sigma, accuracy, mse in ((0.15, 0.8, 0.01), (0.2, 0.6, 0.04)):
         put(root, "cifar", f"tier1-none-sigma{sigma}-seed0", accuracy=accuracy, mse=2 * mse)
         put(root, "cifar", f"tier3epochs20-none-sigma{sigma}-seed0", accuracy=accuracy, mse=mse)
     put(root, "cifar", f"tier3epochs20-{gmm}-seed0", accuracy=0.7, mse=0.03)
     put(root, "cifar", "tier2-dropout-strength0.1-seed0", accuracy=0.8, mse=0.05)  # beside tier 1's noise
     marks = [f"{m} over noise in tier3epochs20" for m in ("gmm", "direct")] + ["dropout over noise in tier2"]
+    marks += ["gmm over noise of seed 0", "gmm over noise of seed 1"]
     page.write_text(" ".join(f"**x**<!-- gain {mark} -->" for mark in marks))
     tables.fill_prose(page, finished.load_cells("cifar", root))
-    shown = zip(("1.50", "–", "2.50"), marks)  # 0.03 / √(0.01·0.04), nothing, 0.05 / 0.02
+    # 0.03 / √(0.01·0.04), nothing, 0.05 / 0.02, 0.09 / √(0.02·0.08), 0.5 / 0.1
+    shown = zip(("1.50", "–", "2.50", "2.25", "5.00"), marks)
     assert page.read_text() == " ".join(f"**{number}**<!-- gain {mark} -->" for number, mark in shown)
 
 
