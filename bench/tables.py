@@ -1,7 +1,7 @@
 """bench/RESULTS.md and README's table, made from bench/cells alone; and `compare`, the same for any runs.
 
-A section is an entry of SECTIONS: grid, title, text, table, pictures. It appears with its first cell. The first
-of them opens the page, the others stand below the words about it.
+A section is an entry of SECTIONS: grid, which of its families, title, text, table, pictures. It appears with
+its first cell. The first of them opens the page, the others stand below the words about it.
 """
 
 import math
@@ -24,7 +24,8 @@ CHOICE = {"validation accuracy %": ("val_accuracy", 100, 2), "minutes": ("minute
 NOISE_OF = {"tier2": "tier1"}  # the family whose noise alone a family stands beside, where it has none itself
 # the rows of the first table (family, method, setting), and of README's table and picture
 MAIN = [("tier1", *name.split("-")) for name, _ in points()]
-MAIN += [tuple(name.split("-")[:3]) for name in cifar() if re.fullmatch("tier2-.*-seed0", name)]
+BASELINES = r"tier2-.*-seed0|scratch-patrol.*-seed0"
+MAIN += [tuple(name.split("-")[:3]) for name in cifar() if re.fullmatch(BASELINES, name)]
 LEFT_OUT = {"sigma0.15", "sigma0.25", "released"}
 SHORT = [key for key in MAIN if key[0] == "tier1" and not LEFT_OUT & {*key}]
 PICTURED = ("none", "gmm", "direct", "direct+slot_image")
@@ -51,17 +52,17 @@ def show_gain(own, other, runs, through=None):
     return f"{mean:.2f}{interval}{f' [{n} of {runs} seeds]' if n < runs else ''}" if n else "–"
 
 
-def table(found, more, over=(), whole=(), columns=COLUMNS):
-    """A row a setting, with its gain over each method of `over` in its family, at its own accuracy. `whole`:
-    only these rows, with the gain of their method's whole curve."""
+def table(found, more, over=(), whole=(), columns=COLUMNS, families=""):
+    """A row a setting of the families, with its gain over each method of `over` in its family, at its own
+    accuracy. `whole`: only these rows, with the gain of their method's whole curve."""
     rows, columns = [], columns | more
     keys = dict.fromkeys((r["family"], r["method"], r["setting"]) for r in found)
-    keys = [key for key in whole or keys if key in keys]
+    keys = [key for key in whole or keys if key in keys and re.match(families, key[0])]
     for family, method, setting in keys:
         curve = select(found, family=family, method=method)
         results = select(curve, setting=setting)
         name = [SHOWN.get(method, method), re.sub(r"(?<=[a-z])(?=\d)", " ", setting)]
-        name = name if whole else [family, method, setting]
+        name = [*name, "from scratch" * (family == "scratch")] if whole else [family, method, setting]
         row = [" ".join(filter(None, name)), *figures(results, columns)]
         beside = select(found, family=NOISE_OF.get(family, family))
         of = {name: line(select(beside, method=name)) for name in ("none", *over)}
@@ -77,22 +78,32 @@ def table(found, more, over=(), whole=(), columns=COLUMNS):
 JPEG = "This CIFAR-10 was re-saved as JPEG: its figures compare with each other, not with a paper's."
 POINT, SETTING = {"more": COST, "over": ["none", "gmm"], "whole": MAIN}, {"more": CHOICE, "over": ["none"]}
 SECTIONS = [
-    ("cifar", "CIFAR-10: each method against more noise",
-     f"Networks of width 32, hardened by each method. {JPEG}",
+    ("cifar", "tier[12]|scratch", "CIFAR-10: each method against more noise",
+     "Networks of width 32, hardened by each method. PATROL changes the network: it is trained from\n"
+     f"scratch, at width 16, and compared with noise alone trained likewise. {JPEG}",
      POINT, pictures.curves, pictures.attackers, pictures.equal_accuracy),
-    ("cifar", "CIFAR-10: every setting",
-     "Gains are at the setting's own accuracy. tier2: other defences, alone and with a surrogate. scratch:\n"
-     "networks of width 16, trained with the method from the start. tier3: one seed, against stronger\n"
-     f"attackers. tier4: one seed, networks of width 16, one thing changed at a time. {JPEG}", SETTING),
-    ("bases", "The networks that are hardened",
+    ("cifar", "tier[12]", "CIFAR-10: every setting",
+     f"Gains are at the setting's own accuracy. tier2: other defences, alone and with a surrogate. {JPEG}",
+     SETTING),
+    ("cifar", "scratch", "CIFAR-10: trained from scratch",
+     f"Networks of width 16, trained with the method from the start. {JPEG}", SETTING),
+    ("cifar", "tier3", "CIFAR-10: stronger attackers",
+     "One seed, one point a method. attackers: decoder, GAN and white-box, the strongest is shown.\n"
+     "epochs20: the decoder trains twice as long. size8x64: the paper's decoder, twice as long. size2x48: a\n"
+     f"small one. looks10: the attacker averages ten transmissions of a picture. {JPEG}", SETTING),
+    ("cifar", "tier4", "CIFAR-10: one thing changed at a time",
+     "One seed, networks of width 16, hardened, against a decoder of 2x48. cut1 and cut3: trained from\n"
+     f"scratch with the encoder cut after that unit, against one of 4x64. {JPEG}", SETTING),
+    ("bases", "", "The networks that are hardened",
      f"CIFAR-10 at width 32 and 16, Tiny ImageNet at 16; no surrogate, one thread. {JPEG}", {"more": CHOICE}),
-    ("datasets", "Other images",
-     "180 classes of Tiny ImageNet at 32x32, hardened; and faces, from scratch.", SETTING),
-    ("shapes", "Drawn images: the default run of each surrogate",
+    ("datasets", "", "Other images",
+     "180 classes of Tiny ImageNet at 32x32, hardened; and 40 people's faces, from scratch. Decoder of 2x48.",
+     SETTING),
+    ("shapes", "", "Drawn images: the default run of each surrogate",
      "The same command with another `--surrogate`, each at its default λ. Accuracies differ, so this shows\n"
      "what a run gives, not which loss is better. `clean` is a run without noise.",
      {"more": COST}, pictures.shapes),
-    ("again", "The first command on two threads",
+    ("again", "", "The first command on two threads",
      "Rounding differs with the number of threads, and training carries it far: compare with gated above,\n"
      "which ran on one.", {"more": {}}),
 ]  # fmt: skip
@@ -153,13 +164,13 @@ def fill_readme(page, found, shapes, again):
 def report(root=ROOT):
     """Rewrite what stands between the markers of RESULTS.md and README.md, and the figures."""
     cells, first, rest = {preset: load_cells(preset, root) for preset in PRESETS}, [], []
-    for preset, title, words, columns, *drawn in SECTIONS:
-        found, blocks = cells[preset], first if title == SECTIONS[0][1] else rest
-        if found:
+    for preset, families, title, words, columns, *drawn in SECTIONS:
+        found, blocks = cells[preset], first if title == SECTIONS[0][2] else rest
+        if any(re.match(families, r["family"]) for r in found):
             blocks += [
                 f"## {title}",
                 f"`python -m bench run --preset {preset}`. {words}",
-                table(found, **columns),
+                table(found, families=families, **columns),
             ]
             blocks += filter(None, (picture(found, root) for picture in drawn))
     rows = [[r["what"], f"{r['ratio']:.2f}"] for r in speed_rows(root)]

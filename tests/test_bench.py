@@ -504,7 +504,8 @@ def test_readme_says_what_to_expect_of_all_runs_of_its_command(tmp_path):
     put(root, "cifar", f"tier1-gmm-lambda{MIDDLE:g}-seed0", accuracy=0.55, mse=0.03)
     tables.fill_readme(page, *(finished.load_cells(preset, root) for preset in ("cifar", "shapes", "again")))
     text = page.read_text()
-    assert "98.5 to 99.5 %" in text and "0.010 to 0.020" in text and "(0.005 without a loss; 3 runs" in text and "old" not in text
+    assert "98.5 to 99.5 %" in text and "0.010 to 0.020" in text and "(0.005 without a loss; 3 runs" in text
+    assert "old" not in text
     assert "| noise alone sigma 0.1 | 60.00 | 0.0100 | 1 | 1 |" in text
     assert f"| gmm lambda {MIDDLE:g} | 55.00 | 0.0300 | 1.50 | 1 |" in text
 
