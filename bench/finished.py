@@ -2,13 +2,18 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 from bench.grids import POINTS, cells, made_by, vary
 from harness.files import UserError, read_ours, say
 
 ROOT = Path(__file__).resolve().parent
-SHOWN = {"none": "noise alone"}  # what a table or a picture calls a method, where it is not its name
+
+
+def in_words(name):
+    """What a table or a picture calls a method or a setting: "noise alone", "sigma 0.2"."""
+    return "noise alone" if name == "none" else re.sub(r"(?<=[a-z])(?=\d)", " ", name)
 
 
 def read_cell(path):

@@ -1,10 +1,10 @@
 """The figures of bench/RESULTS.md. Each function draws one, and returns the line that shows it on a page."""
 
-from PIL import Image, ImageDraw  # comes with torchvision
+from PIL import Image, ImageDraw, ImageFont  # comes with torchvision
 
-from bench.finished import SHOWN, line, point_cells, select
+from bench.finished import in_words, line, point_cells, select
 from bench.gain import front, mean_points
-from bench.grids import AROUND, ATTACKERS, METHODS
+from bench.grids import ATTACKERS, METHODS, POINTS
 from harness.evaluation import LABEL_WIDTH
 from harness.files import read_ours, write
 from harness.monitor import figure_of, save
@@ -12,26 +12,29 @@ from harness.monitor import figure_of, save
 BUDGETS = [name for name in ATTACKERS if name.startswith(("size", "epochs"))]
 
 
-def stack_rows(path, runs):
+def stack_rows(path, runs, columns=10):
     """One sheet of [(label, reconstructions.png, results)]: what the first attacker, the decoder, made of
-    each run, under the originals, repeated where they are others. -> whether there was anything to draw"""
+    each run's first images, under the originals, repeated where they are others. -> whether there were any"""
     rows, shown = [], None
     for label, file, r in runs:
         if r["attacks"] and file.exists():
             sheet = read_ours(file, lambda file: Image.open(file, formats=["PNG"]).convert("RGB"))
             tile = sheet.height // (1 + len(r["attacks"]))
-            original, made = (sheet.crop((LABEL_WIDTH, i, sheet.width, i + tile)) for i in (0, tile))
+            right = min(sheet.width, LABEL_WIDTH + columns * tile)
+            original, made = (sheet.crop((LABEL_WIDTH, i, right, i + tile)) for i in (0, tile))
             rows += [("original", original)] if shown != original.tobytes() else []
             rows.append((label.encode("ascii", "replace").decode(), made))
             shown = original.tobytes()
     if rows:
-        ruler, tile = ImageDraw.Draw(Image.new("RGB", (1, 1))), rows[0][1].height
-        left = 10 + int(max(ruler.textlength(label) for label, _ in rows))
+        font, tile = ImageFont.load_default(14), rows[0][1].height
+        box = lambda label: ImageDraw.Draw(Image.new("RGB", (1, 1))).multiline_textbbox((5, 0), label, font)
+        left = 10 + int(max(box(label)[2] for label, _ in rows))
         rows = [(label, strip.resize((strip.width * tile // strip.height, tile))) for label, strip in rows]
         out = Image.new("RGB", (left + max(strip.width for _, strip in rows), tile * len(rows)), "white")
         for i, (label, strip) in enumerate(rows):
             out.paste(strip, (left, i * tile))
-            ImageDraw.Draw(out).text((5, i * tile + tile // 2 - 5), label, fill="black")
+            middle = i * tile + (tile - box(label)[3]) // 2
+            ImageDraw.Draw(out).multiline_text((5, middle), label, "black", font)
         write(path, lambda temporary: out.save(temporary, format="PNG"))
     return bool(rows)
 
@@ -54,7 +57,7 @@ def draw_lines(path, lines, **axis):
         axes.yaxis.set_minor_formatter("{x:.4f}")
         colours = dict(zip(METHODS, ["black", *(f"C{i}" for i in range(len(METHODS)))]))
         for method, x, error, look in lines:
-            axes.errorbar(x, error, fmt="o-", color=colours[method], label=SHOWN.get(method, method), **look)
+            axes.errorbar(x, error, fmt="o-", color=colours[method], label=in_words(method), **look)
         axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
         save(figure, path)
 
@@ -75,21 +78,19 @@ def curves(found, root):
     return f"![{words}](figures/curves.png)"
 
 
-def equal_accuracy(found, root, name="equal_accuracy", methods=METHODS):
-    """Tier 1, seed 0: noise alone at two σ, and every other method at its setting nearest to between them."""
+def equal_accuracy(found, root, name="equal_accuracy", methods=METHODS, columns=10):
+    """Tier 1, seed 0: noise alone at one σ, and every other method at its setting nearest in accuracy."""
     runs = [r for r in select(found, family="tier1") if r["config"]["seed"] == 0]
-    shown = [r for sigma in AROUND for r in select(runs, method="none", setting=f"sigma{sigma:g}")]
-    if shown:
-        middle = sum(r["accuracy"] for r in shown) / len(shown)
-        of = [select(runs, method=method) for method in methods if method != "none"]
-        shown += [min(own, key=lambda r: abs(r["accuracy"] - middle)) for own in of if own]
+    noise = select(runs, method="none", setting=f"sigma{POINTS['none']:g}")
+    far = lambda r: abs(r["accuracy"] - noise[0]["accuracy"])
+    of = [select(runs, method=method) for method in methods if method != "none"] if noise else []
     rows = []
-    for r in shown:
-        figures = f"{100 * r['accuracy']:.1f} %  MSE {r['figures']['mse']:.4f}"
-        label = f"{SHOWN.get(r['method'], r['method'])} {r['setting']}  {figures}"
+    for r in [*noise, *(min(own, key=far) for own in of if own)]:
+        figures = f"{100 * r['accuracy']:.1f} % right\nMSE {r['figures']['mse']:.4f}"
+        label = f"{in_words(r['method'])}\n{in_words(r['setting'])}\n{figures}"
         rows.append((label, root / f"cells/cifar/{r['name']}.png", r))
-    drawn = stack_rows(root / f"figures/{name}.png", rows)
-    words = "Originals; noise alone at two levels; each method at its setting nearest in accuracy; seed 0"
+    drawn = stack_rows(root / f"figures/{name}.png", rows, columns)
+    words = "Originals; noise alone; each method at its setting nearest in accuracy; seed 0"
     return f"![{words}](figures/{name}.png)" if drawn else ""
 
 

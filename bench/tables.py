@@ -10,7 +10,7 @@ import statistics
 from pathlib import Path
 
 from bench import pictures
-from bench.finished import ROOT, SHOWN, line, load_cells, read_cell, select, speed_rows
+from bench.finished import ROOT, in_words, line, load_cells, read_cell, select, speed_rows
 from bench.gain import gain_interval
 from bench.grids import PRESETS, cifar, points
 from harness.files import UserError, read_ours, say, write
@@ -61,7 +61,7 @@ def table(found, more, over=(), whole=(), columns=COLUMNS, families=""):
     for family, method, setting in keys:
         curve = select(found, family=family, method=method)
         results = select(curve, setting=setting)
-        name = [SHOWN.get(method, method), re.sub(r"(?<=[a-z])(?=\d)", " ", setting)]
+        name = [in_words(method), in_words(setting)]
         name = [*name, "from scratch" * (family == "scratch")] if whole else [family, method, setting]
         row = [" ".join(filter(None, name)), *figures(results, columns)]
         beside = select(found, family=NOISE_OF.get(family, family))
@@ -71,7 +71,7 @@ def table(found, more, over=(), whole=(), columns=COLUMNS, families=""):
             shown = "1" if other == method else "–" if method == "none" else None
             row.append(shown or show_gain(own, of[other], len(results), through))
         rows.append([*row, str(len(results))])
-    gains = [f"gain over {SHOWN.get(other, other)} (95 %)" for other in over]
+    gains = [f"gain over {in_words(other)} (95 %)" for other in over]
     return markdown(["method", *columns, *gains, "n"], rows)
 
 
@@ -184,7 +184,7 @@ def report(root=ROOT):
         fill_prose(page, cells["cifar"])
     for page in readmes:
         fill_readme(page, *(cells[preset] for preset in ("cifar", "shapes", "again")))
-    pictures.equal_accuracy(cells["cifar"], root, "readme", PICTURED)
+    pictures.equal_accuracy(cells["cifar"], root, "readme", PICTURED, 6)
 
 
 def compare(folders, out):
