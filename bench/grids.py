@@ -36,7 +36,8 @@ METHODS = {
 POINTS = {name: values[1] for name, (_, _, values) in METHODS.items()} | {"none": 0.2}
 NOISES = (0.1, 0.15, 0.2, 0.25)  # of noise alone, where the others have one point
 AROUND = (0.15, 0.2)  # and against stronger attackers: the accuracies of the others lie between them
-BEST = "slot_image"  # plugged into the baselines: the surrogate of the largest gain in tier 1
+BEST = ["slot_image"]  # plugged into the baselines: the surrogate of the largest gain in tier 1
+PLUGGED = {"noise_arl": [*BEST, "direct"]}  # which trains a decoder already: so one that trains none, too
 BASELINES = {"dropout": 0.1, "distcorr": 1, "noise_arl": POINTS["noise_arl"], "patrol": 0.3}  # strengths
 # The decoder of the tables: of two of equal cost, 4x64 for 12 epochs beats 2x48 for 24. All methods get the
 # same number of epochs, so that no rule for stopping favours one; what more would bring is tier 3's to say.
@@ -130,10 +131,10 @@ def cifar():
     networks hardened, one thing changed at a time."""
     curves = [cell for method, (_, _, values) in METHODS.items() for cell in vary(method, *values)]
     found = grid("tier1-", harden, points()) | grid("tier1-", harden, curves)  # one point each comes first
-    [(best, plugged_in)] = points([BEST])
     for name, strength in BASELINES.items():
         alone = f"--defense {name} --strength {strength:g}"
-        pair = [(f"{name}-strength{strength:g}", alone), (f"{name}+{best}", f"{alone} {plugged_in}")]
+        pair = [(f"{name}-strength{strength:g}", alone)]
+        pair += [(f"{name}+{cel}", f"{alone} {flags}") for cel, flags in points(PLUGGED.get(name, BEST))]
         if name == "patrol":
             found |= grid("scratch-", scratch, [*points(["none"]), *pair])
             found |= grid("scratch-", scratch, points(), [0])
