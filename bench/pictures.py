@@ -79,16 +79,19 @@ def curves(found, root):
 
 
 def equal_accuracy(found, root, name="equal_accuracy", methods=METHODS, columns=10):
-    """Tier 1, seed 0: noise alone at one σ, and every other method at its setting nearest in accuracy."""
-    runs = [r for r in select(found, family="tier1") if r["config"]["seed"] == 0]
-    noise = select(runs, method="none", setting=f"sigma{POINTS['none']:g}")
-    far = lambda r: abs(r["accuracy"] - noise[0]["accuracy"])
-    of = [select(runs, method=method) for method in methods if method != "none"] if noise else []
+    """Tier 1, seed 0: noise alone at one σ, and every other method at its setting nearest in accuracy, of
+    those that have as many seeds."""
+    found = select(found, family="tier1")
+    seeds = lambda r: len(select(found, method=r["method"], setting=r["setting"]))
+    noise = select(found, name=f"tier1-none-sigma{POINTS['none']:g}-seed0")
     rows = []
-    for r in [*noise, *(min(own, key=far) for own in of if own)]:
-        figures = f"{100 * r['accuracy']:.1f} % right\nMSE {r['figures']['mse']:.4f}"
-        label = f"{in_words(r['method'])}\n{in_words(r['setting'])}\n{figures}"
-        rows.append((label, root / f"cells/cifar/{r['name']}.png", r))
+    for method in methods if noise else ():
+        runs = select(found, method=method) if method != "none" else noise
+        runs = [r for r in runs if r["config"]["seed"] == 0 and seeds(r) >= seeds(noise[0])]
+        for r in sorted(runs, key=lambda r: abs(r["accuracy"] - noise[0]["accuracy"]))[:1]:
+            figures = f"{100 * r['accuracy']:.1f} % right\nMSE {r['figures']['mse']:.4f}"
+            label = f"{in_words(method)}\n{in_words(r['setting'])}\n{figures}"
+            rows.append((label, root / f"cells/cifar/{r['name']}.png", r))
     drawn = stack_rows(root / f"figures/{name}.png", rows, columns)
     words = "Originals; noise alone; each method at its setting nearest in accuracy; seed 0"
     return f"![{words}](figures/{name}.png)" if drawn else ""

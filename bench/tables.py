@@ -10,7 +10,7 @@ import statistics
 from pathlib import Path
 
 from bench import pictures
-from bench.finished import ROOT, in_words, line, load_cells, read_cell, select, speed_rows
+from bench.finished import ROOT, in_words, line, load_cells, point_cells, read_cell, select, speed_rows
 from bench.gain import gain_interval
 from bench.grids import PRESETS, cifar, points
 from harness.files import UserError, read_ours, say, write
@@ -79,26 +79,16 @@ JPEG = "This CIFAR-10 was re-saved as JPEG: its figures compare with each other,
 POINT, SETTING = {"more": COST, "over": ["none", "gmm"], "whole": MAIN}, {"more": CHOICE, "over": ["none"]}
 SECTIONS = [
     ("cifar", "tier[12]|scratch", "CIFAR-10: each method against more noise",
-     "Networks of width 32, hardened by each method. PATROL changes the network: it is trained from\n"
-     f"scratch, at width 16, and compared with noise alone trained likewise. {JPEG}",
+     f"Networks of width 32, hardened; of width 16 where a row says *from scratch*. {JPEG}",
      POINT, pictures.curves, pictures.attackers, pictures.equal_accuracy),
     ("cifar", "tier[12]", "CIFAR-10: every setting",
-     f"Gains are at the setting's own accuracy. tier2: other defences, alone and with a surrogate. {JPEG}",
-     SETTING),
-    ("cifar", "scratch", "CIFAR-10: trained from scratch",
-     f"Networks of width 16, trained with the method from the start. {JPEG}", SETTING),
-    ("cifar", "tier3", "CIFAR-10: stronger attackers",
-     "One seed, one point a method. attackers: decoder, GAN and white-box, the strongest is shown.\n"
-     "epochs20: the decoder trains twice as long. size8x64: the paper's decoder, twice as long. size2x48: a\n"
-     f"small one. looks10: the attacker averages ten transmissions of a picture. {JPEG}", SETTING),
-    ("cifar", "tier4", "CIFAR-10: one thing changed at a time",
-     "One seed, networks of width 16, hardened, against a decoder of 2x48. cut1 and cut3: trained from\n"
-     f"scratch with the encoder cut after that unit, against one of 4x64. {JPEG}", SETTING),
+     f"Gains are at the setting's own accuracy. {JPEG}", SETTING),
+    ("cifar", "scratch", "CIFAR-10: trained from scratch", JPEG, SETTING),
+    ("cifar", "tier3", "CIFAR-10: stronger attackers", f"One seed, one point a method. {JPEG}", SETTING),
+    ("cifar", "tier4", "CIFAR-10: one thing changed at a time", f"One seed. {JPEG}", SETTING),
     ("bases", "", "The networks that are hardened",
-     f"CIFAR-10 at width 32 and 16, Tiny ImageNet at 16; no surrogate, one thread. {JPEG}", {"more": CHOICE}),
-    ("datasets", "", "Other images",
-     "180 classes of Tiny ImageNet at 32x32, hardened; and 40 people's faces, from scratch. Decoder of 2x48.",
-     SETTING),
+     f"w32, w16: CIFAR-10 at width 32 and 16. No surrogate, one thread. {JPEG}", {"more": CHOICE}),
+    ("datasets", "", "Other images", "Decoder of 2x48.", SETTING),
     ("shapes", "", "Drawn images: the default run of each surrogate",
      "The same command with another `--surrogate`, each at its default λ. Accuracies differ, so this shows\n"
      "what a run gives, not which loss is better. `clean` is a run without noise.",
@@ -107,6 +97,22 @@ SECTIONS = [
      "Rounding differs with the number of threads, and training carries it far: compare with gated above,\n"
      "which ran on one.", {"more": {}}),
 ]  # fmt: skip
+# what a section says of the families that it shows
+FAMILIES = {
+    "tier1": "networks of width 32, hardened by each method",
+    "tier2": "other defences, alone and with a surrogate, hardened likewise",
+    "scratch": "networks of width 16, trained with the method from the start, as PATROL has to be",
+    "tier3attackers": "decoder, GAN and white-box, the strongest is shown",
+    "tier3size2x48": "a smaller decoder than tier 1 has",
+    "tier3epochs20": "the decoder of tier 1, trained twice as long",
+    "tier3size8x64": "the paper's decoder, trained twice as long",
+    "tier3looks10": "the decoder of tier 1, which averages ten transmissions of a picture",
+    "tier4": "networks of width 16, hardened, against a decoder of 2x48",
+    "tier4cut1": "trained from scratch with one unit on the device, against a decoder of 4x64",
+    "tier4cut3": "the same with three",
+    "tiny": "180 classes of Tiny ImageNet at 32x32, networks of width 16, hardened",
+    "faces": "40 people's faces at 64x64, networks of width 16, from scratch",
+}
 
 
 def fill(page, name, body):
@@ -121,7 +127,7 @@ def fill(page, name, body):
 def fill_prose(page, found):
     """Numbers in prose. **...**<!-- gain A over B --> becomes what tier 1 has, with its interval; with `bits`
     for `gain` it is B's leakage divided by A's at equal accuracy; with `in FAMILY` it is another family's,
-    with `of seed N` that of one seed."""
+    with `of seed N` that of one seed, at the setting that stands for A."""
     text = read_ours(page, lambda page: page.read_text(encoding="utf-8"))
     of = {"gain": lambda figures: figures["mse"], "bits": lambda figures: 1 / figures["bits"]}
 
@@ -132,7 +138,8 @@ def fill_prose(page, found):
 
         def curve(family, method):
             runs = select(found, family=family, method="none" if method == "noise" else method)
-            return line([r for r in runs if seed in ("", str(r["config"]["seed"]))], of[what])
+            point = point_cells(found, method, [family], seed) if seed and method != "noise" else runs
+            return line([r for r in point if seed in ("", str(r["config"]["seed"]))], of[what])
 
         through = None if b == "noise" else curve(beside, "noise")
         shown = show_gain(curve(own, a), curve(beside, b), len(curve(own, a)), through)
@@ -166,10 +173,13 @@ def report(root=ROOT):
     cells, first, rest = {preset: load_cells(preset, root) for preset in PRESETS}, [], []
     for preset, families, title, words, columns, *drawn in SECTIONS:
         found, blocks = cells[preset], first if title == SECTIONS[0][2] else rest
-        if any(re.match(families, r["family"]) for r in found):
+        there = dict.fromkeys(r["family"] for r in found if re.match(families, r["family"]))
+        if there:
+            named = [] if "whole" in columns else [family for family in there if family in FAMILIES]
+            say_of = [f"{family}: {FAMILIES[family]}." for family in named]
             blocks += [
                 f"## {title}",
-                f"`python -m bench run --preset {preset}`. {words}",
+                " ".join([f"`python -m bench run --preset {preset}`.", words, *say_of]),
                 table(found, families=families, **columns),
             ]
             blocks += filter(None, (picture(found, root) for picture in drawn))
