@@ -18,6 +18,7 @@ from harness.options import DEFAULTS, OF_THE_ATTACK, OF_THE_BASE, OF_THE_PLACE, 
 
 SEEDS = (0, 1, 2)
 RELEASED, ON_IMAGE = "cluster --form released --clusters 5", "slot --mode image --scale 1"
+ARL = "--defense noise_arl --strength 0.6"
 # how a method is varied: what, its flags, its values in tier 1
 METHODS = {
     "none": ("sigma", "--sigma {0}", (0.1, 0.15, 0.2, 0.25, 0.3)),
@@ -31,13 +32,13 @@ METHODS = {
     "direct+cluster": ("lambda", "--surrogate direct+cluster --lambd {0}+{0}", (0.1, 0.2, 0.3)),
     "direct+slot_image": ("lambda", f"--surrogate direct+{ON_IMAGE} --lambd {{0}}+{{0}}", (0.2, 0.4, 0.8)),
     "noise_arl": ("strength", "--defense noise_arl --strength {0}", (0.3, 0.6, 1.2)),
+    "noise_arl+direct": ("lambda", f"{ARL} --surrogate direct --lambd {{0}}", (0.4, 0.8, 1.6)),
 }
 # the middle of a method's values until its tier 1 is finished, then by hand what `choose_lambda` says
 POINTS = {name: values[1] for name, (_, _, values) in METHODS.items()} | {"none": 0.2}
 NOISES = (0.1, 0.15, 0.2, 0.25)  # of noise alone, where the others have one point
 AROUND = (0.15, 0.2)  # and against stronger attackers: the accuracies of the others lie between them
-BEST = ["slot_image"]  # plugged into the baselines: the surrogate of the largest gain in tier 1
-PLUGGED = {"noise_arl": [*BEST, "direct"]}  # which trains a decoder already: so one that trains none, too
+BEST = "slot_image"  # plugged into the baselines: the surrogate of the largest gain in tier 1
 BASELINES = {"dropout": 0.1, "distcorr": 1, "noise_arl": POINTS["noise_arl"], "patrol": 0.3}  # strengths
 # The decoder of the tables: of two of equal cost, 4x64 for 12 epochs beats 2x48 for 24. All methods get the
 # same number of epochs, so that no rule for stopping favours one; what more would bring is tier 3's to say.
@@ -66,7 +67,8 @@ ABLATIONS = {
 }
 TINY = f"--dataset tiny-imagenet-180 --image-size 32 --lr 0.1 --label-smoothing 0.1 {BF16}"
 FACES = "--dataset orl-faces --image-size 64 --cut 3 --batch-size 96 --epochs 120 --attack-epochs 300"
-STRONGER = ("none", "gmm", "slot_image", "direct", "direct+slot_image", "noise_arl")  # attacked in tier 3
+# attacked in tier 3
+STRONGER = ("none", "gmm", "slot_image", "direct", "direct+slot_image", "noise_arl", "noise_arl+direct")
 ELSEWHERE = [name for name in METHODS if name != "released" and "+" not in name]  # on those images
 
 
@@ -131,10 +133,10 @@ def cifar():
     networks hardened, one thing changed at a time."""
     curves = [cell for method, (_, _, values) in METHODS.items() for cell in vary(method, *values)]
     found = grid("tier1-", harden, points()) | grid("tier1-", harden, curves)  # one point each comes first
+    [(best, plugged_in)] = points([BEST])
     for name, strength in BASELINES.items():
         alone = f"--defense {name} --strength {strength:g}"
-        pair = [(f"{name}-strength{strength:g}", alone)]
-        pair += [(f"{name}+{cel}", f"{alone} {flags}") for cel, flags in points(PLUGGED.get(name, BEST))]
+        pair = [(f"{name}-strength{strength:g}", alone), (f"{name}+{best}", f"{alone} {plugged_in}")]
         if name == "patrol":
             found |= grid("scratch-", scratch, [*points(["none"]), *pair])
             found |= grid("scratch-", scratch, points(), [0])
