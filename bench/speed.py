@@ -9,6 +9,7 @@ surrogate at its full weight. A part whose package is missing is not measured.
 
 import json
 import os
+import re
 import statistics
 import time
 
@@ -16,7 +17,7 @@ import torch
 
 import train
 from bench.finished import ROOT, speed_rows
-from bench.grids import METHODS, points
+from bench.grids import cifar, harden
 from cluster_cel import ROUNDS, ClusterCEL
 from harness import data
 from harness.files import UserError, say, write
@@ -55,7 +56,8 @@ def fitted(splits, size, flags=""):
 
 
 def step(size):
-    methods = [(name, points([name])[0][1], 10) for name in METHODS if name != "none"]
+    hardened = {n.split("-")[1]: f for n, f in cifar().items() if re.fullmatch("tier[12]-.*-seed0", n)}
+    methods = [(name, f.removeprefix(harden(0)), 10) for name, f in hardened.items() if name != "none"]
     for name, flags, classes in [*methods, ("gated with memory", "--surrogate gated --memory 32", 200)]:
         splits = random_splits(size["batch"] * size["steps"], classes)
         own, plain = fitted(splits, size, flags)[0], fitted(splits, size)[0]
