@@ -37,7 +37,7 @@ METHODS = {
 # the middle of a method's values until its tier 1 is finished, then by hand what `choose_lambda` says
 POINTS = {name: values[1] for name, (_, _, values) in METHODS.items()} | {"none": 0.2}
 NOISES = (0.1, 0.15, 0.2, 0.25)  # of noise alone, where the others have one point
-AROUND = (0.15, 0.2)  # and against stronger attackers: the accuracies of the others lie between them
+AROUND = (0.15, 0.2, 0.25)  # and against stronger attackers: the accuracies of the others lie between
 BEST = "slot_image"  # plugged into the baselines: the surrogate of the largest gain in tier 1
 BASELINES = {"dropout": 0.1, "distcorr": 1, "noise_arl": POINTS["noise_arl"], "patrol": 0.3}  # strengths
 # The decoder of the tables: of two of equal cost, 4x64 for 12 epochs beats 2x48 for 24. All methods get the
