@@ -55,7 +55,7 @@ def draw_lines(path, lines, **axis):
         axes.set_yscale("log", subs=(1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 4, 5, 6, 7, 8, 9))
         axes.yaxis.set_major_formatter("{x:.4f}")
         axes.yaxis.set_minor_formatter("{x:.4f}")
-        colours = dict(zip(METHODS, ["black", *(f"C{i}" for i in range(len(METHODS)))]))
+        colours = dict(zip(METHODS, ["black", *(f"C{i}" for i in range(10)), "navy", "gold"]))
         for method, x, error, look in lines:
             axes.errorbar(x, error, fmt="o-", color=colours[method], label=in_words(method), **look)
         axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))

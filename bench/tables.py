@@ -28,7 +28,7 @@ BASELINES = r"tier2-.*-seed0|scratch-patrol.*-seed0"
 MAIN += [tuple(name.split("-")[:3]) for name in cifar() if re.fullmatch(BASELINES, name)]
 LEFT_OUT = {"sigma0.15", "sigma0.25", "sigma0.3", "released"}
 SHORT = [key for key in MAIN if key[0] == "tier1" and not LEFT_OUT & {*key}]
-PICTURED = ("none", "gmm", "direct", "direct+slot_image")
+PICTURED = ("none", "gmm", "direct", "noise_arl+direct")
 
 
 def markdown(header, rows):
