@@ -141,8 +141,8 @@ def fill_prose(page, found):
             point = point_cells(found, method, [family], seed) if seed and method != "noise" else runs
             return line([r for r in point if seed in ("", str(r["config"]["seed"]))], of[what])
 
-        through = None if b == "noise" else curve(beside, "noise")
-        shown = show_gain(curve(own, a), curve(beside, b), len(curve(own, a)), through)
+        through, other = None if b == "noise" else curve(beside, "noise"), curve(own, b) or curve(beside, b)
+        shown = show_gain(curve(own, a), other, len(curve(own, a)), through)
         return f"**{shown}**<!-- {mark} -->"
 
     marked = r"\*\*[^*]*\*\*<!-- ((gain|bits) (\S+) over (\S+)(?: in (\S+))?(?: of seed (\d+))?) -->"
