@@ -10,7 +10,7 @@ import statistics
 from pathlib import Path
 
 from bench import pictures
-from bench.finished import ROOT, in_words, line, load_cells, point_cells, read_cell, select, speed_rows
+from bench.finished import ROOT, in_words, line, load_cells, read_cell, select, speed_rows
 from bench.gain import gain_interval
 from bench.grids import METHODS, PRESETS, cifar, points
 from harness.files import UserError, read_ours, say, write
@@ -127,26 +127,26 @@ def fill(page, name, body):
 def fill_prose(page, found):
     """Numbers in prose. **...**<!-- gain A over B --> becomes what tier 1 has, with its interval; with `bits`
     for `gain` it is B's leakage divided by A's at equal accuracy; with `in FAMILY` it is another family's,
-    with `of seed N` that of one seed, at the setting that stands for A."""
+    with `at SETTING` that of one setting of A, with `of seed N` that of one seed."""
     text = read_ours(page, lambda page: page.read_text(encoding="utf-8"))
     of = {"gain": lambda figures: figures["mse"], "bits": lambda figures: 1 / figures["bits"]}
 
     def fill_in(m):
-        mark, what, a, b, family, seed = m.groups(default="")
+        mark, what, a, b, family, setting, seed = m.groups(default="")
         own = family or "tier1"
         beside = NOISE_OF.get(own, own)
 
-        def curve(family, method):
+        def curve(family, method, setting=""):
             runs = select(found, family=family, method="none" if method == "noise" else method)
-            point = point_cells(found, method, [family], seed) if seed and method != "noise" else runs
-            return line([r for r in point if seed in ("", str(r["config"]["seed"]))], of[what])
+            runs = [r for r in runs if seed in ("", str(r["config"]["seed"]))]
+            return line([r for r in runs if setting in ("", r["setting"])], of[what])
 
         through, other = None if b == "noise" else curve(beside, "noise"), curve(own, b) or curve(beside, b)
-        shown = show_gain(curve(own, a), other, len(curve(own, a)), through)
-        return f"**{shown}**<!-- {mark} -->"
+        a = curve(own, a, setting)
+        return f"**{show_gain(a, other, len(a), through)}**<!-- {mark} -->"
 
-    marked = r"\*\*[^*]*\*\*<!-- ((gain|bits) (\S+) over (\S+)(?: in (\S+))?(?: of seed (\d+))?) -->"
-    write(page, re.sub(marked, fill_in, text))
+    marked = r"((gain|bits) (\S+) over (\S+)(?: in (\S+))?(?: at (\S+))?(?: of seed (\d+))?)"
+    write(page, re.sub(rf"\*\*[^*]*\*\*<!-- {marked} -->", fill_in, text))
 
 
 def fill_readme(page, found, shapes, again):

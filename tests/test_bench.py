@@ -547,7 +547,7 @@ def test_a_gain_against_a_stronger_attacker_is_that_of_its_family(tmp_path):
     put(root, "cifar", "tier2-dropout-strength0.1-seed0", accuracy=0.8, mse=0.05)  # beside tier 1's noise
     put(root, "cifar", "tier2-dropout+slot_image-lambda0.6-seed0", accuracy=0.8, mse=0.06)
     marks = [f"{m} over noise in tier3epochs20" for m in ("gmm", "direct")] + ["dropout over noise in tier2"]
-    marks += [f"gmm over noise of seed {seed}" for seed in (0, 1)]
+    marks += [f"gmm over noise at lambda{POINTS['gmm']:g} of seed 0", "gmm over noise of seed 1"]
     marks += ["dropout+slot_image over dropout in tier2"]
     page.write_text(" ".join(f"**x**<!-- gain {mark} -->" for mark in marks))
     tables.fill_prose(page, finished.load_cells("cifar", root))
