@@ -5,7 +5,7 @@ import math
 import re
 from pathlib import Path
 
-from bench.grids import POINTS, cells, made_by, vary
+from bench.grids import MIDDLE, cells, made_by, vary
 from harness.files import UserError, read_ours, say
 
 ROOT = Path(__file__).resolve().parent
@@ -70,7 +70,7 @@ def select(found, **wanted):
 
 def point_cells(found, method, families):
     """Seed 0: the one setting that stands for a method, in each of these families that ran it, in order."""
-    [(name, _)] = vary(method, POINTS[method])
+    [(name, _)] = vary(method, MIDDLE[method])
     names = [f"{family}-{name}-seed0" for family in families]
     return [r for name in names for r in select(found, name=name)]
 

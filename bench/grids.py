@@ -5,9 +5,9 @@ for tier2, which stands beside tier1's. Two flags are filled in where a cell is 
 is the folder NAME of --data if there is one, --init BASE/NAME is the network NAME of the grid `bases`.
 
 How λ is chosen. The λ of every method stand below: three, around the 1.5 points of validation accuracy that
-the rule asks for, guessed from runs of seed 0 before these cells were run. Where there is room for one of
-them alone it is the middle one, until all three are run with three seeds: then `choose_lambda` decides on
-validation accuracy. What counts stands in POINTS, and a test compares it with the finished cells.
+the rule asks for, guessed from runs of seed 0 before these cells were run. All tiers but the first have room
+for one of them alone, the middle one. In the first table a method stands at the λ that `choose_lambda` takes
+from its validation accuracies, once all three are run with three seeds. A test compares POINTS with that.
 """
 
 import re
@@ -32,14 +32,15 @@ METHODS = {
     "direct+cluster": ("lambda", "--surrogate direct+cluster --lambd {0}+{0}", (0.1, 0.2, 0.3)),
     "direct+slot_image": ("lambda", f"--surrogate direct+{ON_IMAGE} --lambd {{0}}+{{0}}", (0.2, 0.4, 0.8)),
     "noise_arl": ("strength", "--defense noise_arl --strength {0}", (0.3, 0.6, 1.2)),
-    "noise_arl+direct": ("lambda", f"{ARL} --surrogate direct --lambd {{0}}", (0.4, 0.8, 1.6)),
+    "noise_arl+direct": ("lambda", f"{ARL} --surrogate direct --lambd {{0}}", (0.8,)),
 }
-# the middle of a method's values until its tier 1 is finished, then by hand what `choose_lambda` says
-POINTS = {name: values[1] for name, (_, _, values) in METHODS.items()} | {"none": 0.2}
+MIDDLE = {name: values[len(values) // 2] for name, (_, _, values) in METHODS.items()}
+POINTS = MIDDLE | {}  # and what the rule takes instead
 NOISES = (0.1, 0.15, 0.2, 0.25)  # of noise alone, where the others have one point
+FEW = (0.1, 0.2)  # where a network is trained from scratch
 AROUND = (0.15, 0.2, 0.25)  # and against stronger attackers: the accuracies of the others lie between
 BEST = "slot_image"  # plugged into the baselines: the surrogate of the largest gain in tier 1
-BASELINES = {"dropout": 0.1, "distcorr": 1, "noise_arl": POINTS["noise_arl"], "patrol": 0.3}  # strengths
+BASELINES = {"dropout": 0.1, "distcorr": 1, "noise_arl": MIDDLE["noise_arl"], "patrol": 0.3}  # strengths
 # The decoder of the tables: of two of equal cost, 4x64 for 12 epochs beats 2x48 for 24. All methods get the
 # same number of epochs, so that no rule for stopping favours one; what more would bring is tier 3's to say.
 ATTACK = "--attack-size 4x64 --attack-epochs 10"
@@ -57,8 +58,9 @@ RECIPE = f"--dataset cifar10 --lr 0.1 --label-smoothing 0.1 {BF16}"
 HARDEN = f"--epochs 2 --lr 0.01 --warmup 0 --label-smoothing 0.1 {BF16}"
 SMALL = f"{RECIPE} --width 16"
 SMALL_BATCH = ("batch_size=32,memory=0", "batch_size=32,memory=32", "batch_size=512")
-PARTS = ("cross_attention", "per_dim_gate", "snr_gate", "slot_mass", "class_gate")
-DOCUMENTED = ("mode=documented", *(f"mode=documented,off={part}" for part in PARTS))
+# as documented the SNR gate shuts the loss off, so that the other parts can change something without it only
+PARTS = ("", "+cross_attention", "+per_dim_gate", "+slot_mass", "+class_gate")
+DOCUMENTED = ("mode=documented", *(f"mode=documented,off=snr_gate{part}" for part in PARTS))
 ABLATIONS = {
     "gmm": ("clusters=1", "clusters=8", "covariance=full"),
     "cluster": ("clusters=1", "clusters=8", "variance=trace", "batch_size=32", "batch_size=512"),
@@ -88,8 +90,8 @@ def vary(method, *values):
     return [(f"{method}-{knob}{v:g}", flags.format(f"{v:g}")) for v in values]
 
 
-def points(methods=METHODS, noises=NOISES):
-    return [c for m in methods for c in vary(m, *(noises if m == "none" else [POINTS[m]]))]
+def points(methods=METHODS, noises=NOISES, at=MIDDLE):
+    return [c for m in methods for c in vary(m, *(noises if m == "none" else [at[m]]))]
 
 
 def harden(seed, base="w32", attack=ATTACK):
@@ -138,8 +140,8 @@ def cifar():
         alone = f"--defense {name} --strength {strength:g}"
         pair = [(f"{name}-strength{strength:g}", alone), (f"{name}+{best}", f"{alone} {plugged_in}")]
         if name == "patrol":
-            found |= grid("scratch-", scratch, [*points(["none"]), *pair])
-            found |= grid("scratch-", scratch, points(), [0])
+            found |= grid("scratch-", scratch, [*points(["none"], FEW), *pair])
+            found |= grid("scratch-", scratch, points(noises=FEW), [0])
         else:
             found |= grid("tier2-", harden, pair[name in METHODS :])
     for family, how in ATTACKERS.items():
@@ -149,11 +151,12 @@ def cifar():
     found |= grid("tier4-", small, points(("none", *ABLATIONS)), [0])
     for method, changes in ABLATIONS.items():
         for change in changes:
-            words = re.sub(r"(\w+)=(\w+),?", lambda m: f" --{m[1].replace('_', '-')} {m[2]}", change)
+            flag = lambda m: f" --{m[1].replace('_', '-')} {m[2].replace('+', ',')}"
+            words = re.sub(r"(\w+)=([\w+]+),?", flag, change)
             changed = [(f"{method}-{change}", flags + words) for _, flags in points([method])]
             found |= grid("tier4-", small, changed, [0])
     for cut in (1, 3):
-        behind = [(name, f"{flags} --cut {cut}") for name, flags in points(("none", "cluster"))]
+        behind = [(name, f"{flags} --cut {cut}") for name, flags in points(("none", "cluster"), FEW)]
         found |= grid(f"tier4cut{cut}-", scratch, behind, [0])
     return found
 

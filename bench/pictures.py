@@ -4,7 +4,7 @@ from PIL import Image, ImageDraw, ImageFont  # comes with torchvision
 
 from bench.finished import in_words, line, point_cells, select
 from bench.gain import front, mean_points
-from bench.grids import ATTACKERS, METHODS, POINTS
+from bench.grids import ATTACKERS, METHODS, MIDDLE
 from harness.evaluation import LABEL_WIDTH
 from harness.files import read_ours, write
 from harness.monitor import figure_of, save
@@ -83,7 +83,7 @@ def equal_accuracy(found, root, name="equal_accuracy", methods=METHODS, columns=
     those that have as many seeds."""
     found = select(found, family="tier1")
     seeds = lambda r: len(select(found, method=r["method"], setting=r["setting"]))
-    noise = select(found, name=f"tier1-none-sigma{POINTS['none']:g}-seed0")
+    noise = select(found, name=f"tier1-none-sigma{MIDDLE['none']:g}-seed0")
     rows = []
     for method in methods if noise else ():
         runs = select(found, method=method) if method != "none" else noise

@@ -12,7 +12,7 @@ from pathlib import Path
 from bench import pictures
 from bench.finished import ROOT, in_words, line, load_cells, read_cell, select, speed_rows
 from bench.gain import gain_interval
-from bench.grids import METHODS, PRESETS, cifar, points
+from bench.grids import METHODS, POINTS, PRESETS, cifar, points
 from harness.files import UserError, read_ours, say, write
 from harness.options import OF_THE_PLACE
 
@@ -23,7 +23,7 @@ COST = {"cost of a step": ("cost", 1, 2)}
 CHOICE = {"validation accuracy %": ("val_accuracy", 100, 2), "minutes": ("minutes", 1, 0)}
 NOISE_OF = {"tier2": "tier1"}  # the family whose noise alone a family stands beside, where it has none itself
 # the rows of the first table (family, method, setting), and of README's table and picture
-MAIN = [("tier1", *name.split("-")) for name, _ in points(noises=METHODS["none"][2])]
+MAIN = [("tier1", *name.split("-")) for name, _ in points(noises=METHODS["none"][2], at=POINTS)]
 BASELINES = r"tier2-.*-seed0|scratch-patrol.*-seed0"
 MAIN += [tuple(name.split("-")[:3]) for name in cifar() if re.fullmatch(BASELINES, name)]
 LEFT_OUT = {"sigma0.15", "sigma0.25", "sigma0.3", "released"}
