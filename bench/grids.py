@@ -37,7 +37,7 @@ METHODS = {
 MIDDLE = {name: values[len(values) // 2] for name, (_, _, values) in METHODS.items()}
 POINTS = MIDDLE | {}  # and what the rule takes instead
 NOISES = (0.1, 0.15, 0.2, 0.25)  # of noise alone, where the others have one point
-FEW = (0.1, 0.2)  # where a network is trained from scratch
+FEW = (0.1, 0.2, 0.3)  # where a network is trained from scratch
 AROUND = (0.15, 0.2, 0.25)  # and against stronger attackers: the accuracies of the others lie between
 BEST = "slot_image"  # plugged into the baselines: the surrogate of the largest gain in tier 1
 BASELINES = {"dropout": 0.1, "distcorr": 1, "noise_arl": MIDDLE["noise_arl"], "patrol": 0.3}  # strengths
@@ -156,7 +156,7 @@ def cifar():
             changed = [(f"{method}-{change}", flags + words) for _, flags in points([method])]
             found |= grid("tier4-", small, changed, [0])
     for cut in (1, 3):
-        behind = [(name, f"{flags} --cut {cut}") for name, flags in points(("none", "cluster"), FEW)]
+        behind = [(name, f"{flags} --cut {cut}") for name, flags in points(("none", "cluster"), FEW[:2])]
         found |= grid(f"tier4cut{cut}-", scratch, behind, [0])
     return found
 
