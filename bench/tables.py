@@ -22,8 +22,9 @@ COLUMNS = {"accuracy %": ("accuracy", 100, 2), "attacker's MSE (test)": ("mse", 
 COST = {"cost of a step": ("cost", 1, 2)}
 CHOICE = {"validation accuracy %": ("val_accuracy", 100, 2), "minutes": ("minutes", 1, 0)}
 NOISE_OF = {"tier2": "tier1"}  # the family whose noise alone a family stands beside, where it has none itself
+CHOSEN = [tuple(name.split("-")) for name, _ in points(noises=METHODS["none"][2], at=POINTS)]
 # the rows of the first table (family, method, setting), and of README's table and picture
-MAIN = [("tier1", *name.split("-")) for name, _ in points(noises=METHODS["none"][2], at=POINTS)]
+MAIN = [("tier1", *point) for point in CHOSEN]
 BASELINES = r"tier2-.*-seed0|scratch-patrol.*-seed0"
 MAIN += [tuple(name.split("-")[:3]) for name in cifar() if re.fullmatch(BASELINES, name)]
 LEFT_OUT = {"sigma0.15", "sigma0.25", "sigma0.3", "released"}
@@ -52,31 +53,38 @@ def show_gain(own, other, runs, through=None):
     return f"{mean:.2f}{interval}{f' [{n} of {runs} seeds]' if n < runs else ''}" if n else "–"
 
 
-def table(found, more, over=(), whole=(), columns=COLUMNS, families=""):
-    """A row a setting of the families, with its gain over each method of `over` in its family, at its own
-    accuracy. `whole`: only these rows, with the gain of their method's whole curve."""
-    rows, columns = [], columns | more
+def standing(found, family, method):
+    """What a family's gains are measured by: of noise alone the curve, of another method one point, in tier 1
+    that of POINTS. Tier 2 stands beside tier 1's."""
+    for place in (family, NOISE_OF.get(family)):
+        runs = select(found, family=place, method=method)
+        runs = [r for r in runs if place != "tier1" or (method, r["setting"]) in CHOSEN]
+        if runs:
+            break
+    return runs
+
+
+def table(found, more, over=(), rows=(), columns=COLUMNS, families=""):
+    """A row a setting of the families, or these `rows` alone, with its gain over each method of `over`."""
+    lines, columns = [], columns | more
     keys = dict.fromkeys((r["family"], r["method"], r["setting"]) for r in found)
-    keys = [key for key in whole or keys if key in keys and re.match(families, key[0])]
-    for family, method, setting in keys:
-        curve = select(found, family=family, method=method)
-        results = select(curve, setting=setting)
-        name = [in_words(method), in_words(setting)]
-        name = [*name, "from scratch" * (family == "scratch")] if whole else [family, method, setting]
+    for key in [key for key in rows or keys if key in keys and re.match(families, key[0])]:
+        family, method, setting = key
+        results = select(found, family=family, method=method, setting=setting)
+        name = [in_words(method), in_words(setting), "from scratch" * (family == "scratch")] if rows else key
         row = [" ".join(filter(None, name)), *figures(results, columns)]
-        beside = select(found, family=NOISE_OF.get(family, family))
-        of = {name: line(select(beside, method=name)) for name in ("none", *over)}
+        of = {name: line(standing(found, family, name)) for name in ("none", *over)}
         for other in over:
-            own, through = line(curve if whole else results), None if other == "none" else of["none"]
+            through = None if other == "none" else of["none"]
             shown = "1" if other == method else "–" if method == "none" else None
-            row.append(shown or show_gain(own, of[other], len(results), through))
-        rows.append([*row, str(len(results))])
+            row.append(shown or show_gain(line(results), of[other], len(results), through))
+        lines.append([*row, str(len(results))])
     gains = [f"gain over {in_words(other)} (95 %)" for other in over]
-    return markdown(["method", *columns, *gains, "n"], rows)
+    return markdown(["method", *columns, *gains, "n"], lines)
 
 
 JPEG = "This CIFAR-10 was re-saved as JPEG: its figures compare with each other, not with a paper's."
-POINT, SETTING = {"more": COST, "over": ["none", "gmm"], "whole": MAIN}, {"more": CHOICE, "over": ["none"]}
+POINT, SETTING = {"more": COST, "over": ["none", "gmm"], "rows": MAIN}, {"more": CHOICE, "over": ["none"]}
 SECTIONS = [
     ("cifar", "tier[12]|scratch", "CIFAR-10: each method against more noise",
      f"Networks of width 32, hardened; of width 16 where a row says *from scratch*. {JPEG}",
@@ -133,17 +141,12 @@ def fill_prose(page, found):
 
     def fill_in(m):
         mark, what, a, b, family, setting, seed = m.groups(default="")
-        own = family or "tier1"
-        beside = NOISE_OF.get(own, own)
-
-        def curve(family, method, setting=""):
-            runs = select(found, family=family, method="none" if method == "noise" else method)
-            runs = [r for r in runs if seed in ("", str(r["config"]["seed"]))]
-            return line([r for r in runs if setting in ("", r["setting"])], of[what])
-
-        through, other = None if b == "noise" else curve(beside, "noise"), curve(own, b) or curve(beside, b)
-        a = curve(own, a, setting)
-        return f"**{show_gain(a, other, len(a), through)}**<!-- {mark} -->"
+        family, b = family or "tier1", "none" if b == "noise" else b
+        runs = [r for r in found if seed in ("", str(r["config"]["seed"]))]
+        own = select(runs, family=family, method=a, setting=setting) if setting else standing(runs, family, a)
+        sides = own, standing(runs, family, b), standing(runs, family, "none")
+        a, b, noise = (line(side, of[what]) for side in sides)
+        return f"**{show_gain(a, b, len(a), None if b == noise else noise)}**<!-- {mark} -->"
 
     marked = r"((gain|bits) (\S+) over (\S+)(?: in (\S+))?(?: at (\S+))?(?: of seed (\d+))?)"
     write(page, re.sub(rf"\*\*[^*]*\*\*<!-- {marked} -->", fill_in, text))
@@ -175,7 +178,7 @@ def report(root=ROOT):
         found, blocks = cells[preset], first if title == SECTIONS[0][2] else rest
         there = dict.fromkeys(r["family"] for r in found if re.match(families, r["family"]))
         if there:
-            named = [] if "whole" in columns else [family for family in there if family in FAMILIES]
+            named = [] if "rows" in columns else [family for family in there if family in FAMILIES]
             say_of = [f"{family}: {FAMILIES[family]}." for family in named]
             blocks += [
                 f"## {title}",

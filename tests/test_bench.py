@@ -426,24 +426,25 @@ def test_gain_of_a_setting_is_at_its_own_accuracy_in_its_own_family(root):
     assert rows["tier1 none sigma0.1"][-2] == "1" and "JPEG" in section(root, "CIFAR-10: every setting")
 
 
-def test_the_cifar_table_compares_whole_curves_of_the_seeds_that_have_them(root):
-    noise(root, "cifar", "tier1-", seeds=(0, 1))
-    for seed, factor in ((0, 1.2), (1, 1.4)):
-        for v, accuracy, mse in ((MIDDLE, 0.6, 0.01), (HIGH, 0.5, 0.04)):
-            put(root, "cifar", f"tier1-gmm-lambda{v:g}-seed{seed}", accuracy=accuracy, mse=factor * mse)
-    put(root, "cifar", f"tier1-gmm-lambda{MIDDLE:g}-seed2", accuracy=0.6, mse=9.0)  # lacks the other setting
+def test_the_cifar_table_has_the_gain_of_the_point_that_the_rule_takes(root):
+    noise(root, "cifar", "tier1-", seeds=(0, 1, 2))
+    for seed, factor in ((0, 1.2), (1, 1.4), (2, 9.0)):
+        put(root, "cifar", f"tier1-gmm-lambda{HIGH:g}-seed{seed}", accuracy=0.5, mse=0.5)  # no say in it
+        if seed < 2:
+            put(root, "cifar", f"tier1-gmm-lambda{MIDDLE:g}-seed{seed}", accuracy=0.6, mse=factor * 0.01)
+        put(root, "cifar", f"tier1-slot-lambda{POINTS['slot']:g}-seed{seed}", accuracy=0.6, mse=0.03)
     put(root, "cifar", "tier2-dropout-strength0.1-seed0", accuracy=0.55, mse=0.05)
     tables.report(root)
-    row = table_in(root, "CIFAR-10: each method")[f"gmm lambda {MIDDLE:g}"]
+    rows = table_in(root, "CIFAR-10: each method")
     # no interval from two seeds
-    assert row[-3:] == [f"{math.sqrt(1.2 * 1.4):.2f} [2 of 3 seeds]", "1", "3"]
-    assert table_in(root, "CIFAR-10: each method")["noise alone sigma 0.1"][-3:] == ["1", "–", "2"]
+    assert rows[f"gmm lambda {MIDDLE:g}"][-3:] == [f"{math.sqrt(1.2 * 1.4):.2f}", "1", "2"]
+    over_gmm = f"{3 / math.sqrt(1.2 * 1.4):.2f} [2 of 3 seeds]"
+    assert rows[f"slot lambda {POINTS['slot']:g}"][-3:] == ["3.00 (3.00 to 3.00)", over_gmm, "3"]
+    assert rows["noise alone sigma 0.1"][-3:] == ["1", "–", "3"] and f"gmm lambda {HIGH:g}" not in rows
     # tier 2 stands beside the noise of tier 1, in both tables
-    assert table_in(root, "CIFAR-10: each method")["dropout strength 0.1"][-3] == "2.50"
+    assert rows["dropout strength 0.1"][-3] == "2.50"
     assert table_in(root, "CIFAR-10: every setting")["tier2 dropout strength0.1"][-2] == "2.50"
-    assert "JPEG" in section(root, "CIFAR-10: each") and "figures/curves.png" in section(
-        root, "CIFAR-10: each"
-    )
+    assert all(word in section(root, "CIFAR-10: each") for word in ("JPEG", "figures/curves.png"))
 
 
 def test_the_strongest_attacker_is_the_one_chosen_on_the_stop_images(root):
