@@ -4,10 +4,11 @@ A name is [FAMILY-]METHOD[-SETTING]-seedN; a family has its own cells of noise a
 for tier2, which stands beside tier1's. Two flags are filled in where a cell is run: --dataset NAME
 is the folder NAME of --data if there is one, --init BASE/NAME is the network NAME of the grid `bases`.
 
-How λ is chosen. The λ of every method stand below: three, around the 1.5 points of validation accuracy that
-the rule asks for, guessed from runs of seed 0 before these cells were run. All tiers but the first have room
-for one of them alone, the middle one. In the first table a method stands at the λ that `choose_lambda` takes
-from its validation accuracies, once all three are run with three seeds. A test compares POINTS with that.
+How λ is chosen. The λ of every method stand below: three (of the best pair one), around the 1.5 points of
+validation accuracy that the rule asks for, guessed from runs of seed 0 before these cells were run. All tiers
+but the first have room for one of them alone, the middle one. In the first table a method stands at the λ
+that `choose_lambda` takes from its validation accuracies, once all three are run with three seeds. A test
+compares POINTS with that.
 """
 
 import re
@@ -39,10 +40,10 @@ POINTS = MIDDLE | {}  # and what the rule takes instead
 NOISES = (0.1, 0.15, 0.2, 0.25)  # of noise alone, where the others have one point
 FEW = (0.1, 0.2, 0.3)  # where a network is trained from scratch
 AROUND = (0.15, 0.2, 0.25)  # and against stronger attackers: the accuracies of the others lie between
-BEST = "slot_image"  # plugged into the baselines: the surrogate of the largest gain in tier 1
+BEST = "slot_image"  # plugged into the baselines: the single surrogate of the largest gain on seed 0
 BASELINES = {"dropout": 0.1, "distcorr": 1, "noise_arl": MIDDLE["noise_arl"], "patrol": 0.3}  # strengths
-# The decoder of the tables: of two of equal cost, 4x64 for 12 epochs beats 2x48 for 24. All methods get the
-# same number of epochs, so that no rule for stopping favours one; what more would bring is tier 3's to say.
+# The decoder of the tables. All methods get the same number of epochs, so that no rule for stopping favours
+# one; what a longer training or another size would bring is tier 3's to say.
 ATTACK = "--attack-size 4x64 --attack-epochs 10"
 SMALL_ATTACK = "--attack-size 2x48 --attack-epochs 10"  # half the time: for ablations and other images
 ATTACKERS = {

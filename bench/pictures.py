@@ -3,7 +3,7 @@
 from PIL import Image, ImageDraw, ImageFont  # comes with torchvision
 
 from bench.finished import in_words, line, point_cells, select
-from bench.gain import front, mean_points
+from bench.gain import front, gain, mean_points
 from bench.grids import ATTACKERS, METHODS, MIDDLE
 from harness.evaluation import LABEL_WIDTH
 from harness.files import read_ours, write
@@ -57,7 +57,7 @@ def draw_lines(path, lines, **axis):
         axes.yaxis.set_minor_formatter("{x:.4f}")
         colours = dict(zip(METHODS, ["black", *(f"C{i}" for i in range(10)), "navy", "gold"]))
         for method, x, error, look in lines:
-            axes.errorbar(x, error, fmt="o-", color=colours[method], label=in_words(method), **look)
+            axes.errorbar(x, error, fmt="o-", color=colours[method], **{"label": in_words(method), **look})
         axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
         save(figure, path)
 
@@ -72,7 +72,7 @@ def curves(found, root):
             wide, high = zip(*(of[point] for point in front(of)))
             bars = {"xerr": [100 * w for w in wide], "yerr": high, "elinewidth": 0.8}
             lines.append((method, [100 * a for a in accuracy], error, bars))
-    axis = {"xlabel": "test accuracy, %", "ylabel": "attacker's MSE, test images"}
+    axis = {"xlabel": "test accuracy, %", "ylabel": "attacker's MSE, test images (log scale)"}
     draw_lines(root / "figures/curves.png", lines, **axis)
     words = "Test accuracy against the attacker's error, mean and standard deviation over the seeds"
     return f"![{words}](figures/curves.png)"
@@ -80,16 +80,19 @@ def curves(found, root):
 
 def equal_accuracy(found, root, name="equal_accuracy", methods=METHODS, columns=10):
     """Tier 1, seed 0: noise alone at one σ, and every other method at its setting nearest in accuracy, of
-    those that have as many seeds."""
+    those that have as many seeds, with its gain over noise alone at its own accuracy."""
     found = select(found, family="tier1")
     seeds = lambda r: len(select(found, method=r["method"], setting=r["setting"]))
     noise = select(found, name=f"tier1-none-sigma{MIDDLE['none']:g}-seed0")
+    curve = line(select(found, method="none")).get(0, {}).values()
     rows = []
     for method in methods if noise else ():
         runs = select(found, method=method) if method != "none" else noise
         runs = [r for r in runs if r["config"]["seed"] == 0 and seeds(r) >= seeds(noise[0])]
         for r in sorted(runs, key=lambda r: abs(r["accuracy"] - noise[0]["accuracy"]))[:1]:
+            over_noise = gain([(r["accuracy"], r["figures"]["mse"])], curve)
             figures = f"{100 * r['accuracy']:.1f} % right\nMSE {r['figures']['mse']:.4f}"
+            figures += f"\ngain {over_noise:.2f}" if over_noise and method != "none" else ""
             label = f"{in_words(method)}\n{in_words(r['setting'])}\n{figures}"
             rows.append((label, root / f"cells/cifar/{r['name']}.png", r))
     drawn = stack_rows(root / f"figures/{name}.png", rows, columns)
@@ -106,10 +109,11 @@ def attackers(found, root):
         if len(of) > 1:
             of = sorted(of, key=cost)
             error = [r["attacks"]["decoder"]["test"]["mse"] for r in of]
-            lines.append((method, list(map(cost, of)), error, {}))
+            label = {"label": f"{in_words(method)}, {in_words(of[0]['setting'])}"}
+            lines.append((method, list(map(cost, of)), error, label))
     if not lines:
         return ""
     words = "operations of the decoder's training (a multiply-add counts two)"
-    axis = {"xscale": "log", "xlabel": words, "ylabel": "its MSE, test images"}
+    axis = {"xscale": "log", "xlabel": words, "ylabel": "decoder's MSE, test images (log scale)"}
     draw_lines(root / "figures/attackers.png", lines, **axis)
     return f"![The decoder's error against the {words}, seed 0](figures/attackers.png)"

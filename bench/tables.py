@@ -133,22 +133,25 @@ def fill(page, name, body):
 
 
 def fill_prose(page, found):
-    """Numbers in prose. **...**<!-- gain A over B --> becomes what tier 1 has, with its interval; with `bits`
-    for `gain` it is B's leakage divided by A's at equal accuracy; with `in FAMILY` it is another family's,
-    with `at SETTING` that of one setting of A, with `of seed N` that of one seed."""
+    """Numbers in prose. **...**<!-- gain A over B --> becomes what tier 1 has, with its interval; A@SETTING
+    has another setting than the first table. With `bits` for `gain` it is B's leakage divided by A's at equal
+    accuracy; with `in FAMILY` it is another family's, with `of seed N` that of one seed."""
     text = read_ours(page, lambda page: page.read_text(encoding="utf-8"))
     of = {"gain": lambda figures: figures["mse"], "bits": lambda figures: 1 / figures["bits"]}
 
     def fill_in(m):
-        mark, what, a, b, family, setting, seed = m.groups(default="")
-        family, b = family or "tier1", "none" if b == "noise" else b
+        mark, what, a, b, family, seed = m.groups(default="")
         runs = [r for r in found if seed in ("", str(r["config"]["seed"]))]
-        own = select(runs, family=family, method=a, setting=setting) if setting else standing(runs, family, a)
-        sides = own, standing(runs, family, b), standing(runs, family, "none")
-        a, b, noise = (line(side, of[what]) for side in sides)
-        return f"**{show_gain(a, b, len(a), None if b == noise else noise)}**<!-- {mark} -->"
 
-    marked = r"((gain|bits) (\S+) over (\S+)(?: in (\S+))?(?: at (\S+))?(?: of seed (\d+))?)"
+        def side(words):
+            method, _, setting = ("none" if words == "noise" else words).partition("@")
+            one = {"family": family or "tier1", "method": method}
+            return line(select(runs, setting=setting, **one) if setting else standing(runs, **one), of[what])
+
+        through = None if b == "noise" else side("noise")
+        return f"**{show_gain(side(a), side(b), len(side(a)), through)}**<!-- {mark} -->"
+
+    marked = r"((gain|bits) (\S+) over (\S+)(?: in (\S+))?(?: of seed (\d+))?)"
     write(page, re.sub(rf"\*\*[^*]*\*\*<!-- {marked} -->", fill_in, text))
 
 

@@ -548,12 +548,13 @@ def test_a_gain_against_a_stronger_attacker_is_that_of_its_family(tmp_path):
     put(root, "cifar", "tier2-dropout-strength0.1-seed0", accuracy=0.8, mse=0.05)  # beside tier 1's noise
     put(root, "cifar", "tier2-dropout+slot_image-lambda0.6-seed0", accuracy=0.8, mse=0.06)
     marks = [f"{m} over noise in tier3epochs20" for m in ("gmm", "direct")] + ["dropout over noise in tier2"]
-    marks += [f"gmm over noise at lambda{POINTS['gmm']:g} of seed 0", "gmm over noise of seed 1"]
-    marks += ["dropout+slot_image over dropout in tier2"]
+    marks += [f"gmm@lambda{POINTS['gmm']:g} over noise of seed 0", "gmm over noise of seed 1"]
+    marks += ["dropout+slot_image over dropout in tier2", f"gmm@lambda{LOW:g} over gmm of seed 0"]
     page.write_text(" ".join(f"**x**<!-- gain {mark} -->" for mark in marks))
     tables.fill_prose(page, finished.load_cells("cifar", root))
-    # 0.03 / √(0.01·0.04), nothing, 0.05 / 0.02, 0.09 / √(0.02·0.08), 0.5 / 0.1, 0.06 / 0.05
-    shown = zip(("1.50", "–", "2.50", "2.25", "5.00", "1.20"), marks)
+    # 0.03 / √(0.01·0.04), nothing, 0.05 / 0.02, 0.09 / √(0.02·0.08), 0.5 / 0.1, 0.06 / 0.05,
+    # and (0.9 / noise at 65 %) / (0.09 / noise at 70 %), which are 0.08 / √2 and 0.04
+    shown = zip(("1.50", "–", "2.50", "2.25", "5.00", "1.20", f"{10 / 2**0.5:.2f}"), marks)
     assert page.read_text() == " ".join(f"**{number}**<!-- gain {mark} -->" for number, mark in shown)
 
 
@@ -654,7 +655,7 @@ def test_the_error_against_the_attackers_compute_has_a_line_for_methods_with_two
     }.items():
         put(root, "cifar", name, attacks=attacks)
     tables.report(root)
-    assert lines == {"noise alone": ([200, 400, 900], [0.03, 0.02, 0.01])}
+    assert lines == {"noise alone, sigma 0.2": ([200, 400, 900], [0.03, 0.02, 0.01])}
     assert "figures/attackers.png" in section(root, "CIFAR-10: each")
 
 
