@@ -65,7 +65,7 @@ def standing(found, family, method):
 
 
 def table(found, more, over=(), rows=(), columns=COLUMNS, families=""):
-    """A row a setting of the families, or these `rows` alone, with its gain over each method of `over`."""
+    """A row a setting of the families, or these `rows` alone, with its gain over each of `over` at its own accuracy."""
     lines, columns = [], columns | more
     keys = dict.fromkeys((r["family"], r["method"], r["setting"]) for r in found)
     for key in [key for key in rows or keys if key in keys and re.match(families, key[0])]:
@@ -148,8 +148,8 @@ def fill_prose(page, found):
             one = {"family": family or "tier1", "method": method}
             return line(select(runs, setting=setting, **one) if setting else standing(runs, **one), of[what])
 
-        through = None if b == "noise" else side("noise")
-        return f"**{show_gain(side(a), side(b), len(side(a)), through)}**<!-- {mark} -->"
+        own, through = side(a), None if b == "noise" else side("noise")
+        return f"**{show_gain(own, side(b), len(own), through)}**<!-- {mark} -->"
 
     marked = r"((gain|bits) (\S+) over (\S+)(?: in (\S+))?(?: of seed (\d+))?)"
     write(page, re.sub(rf"\*\*[^*]*\*\*<!-- {marked} -->", fill_in, text))
