@@ -65,7 +65,7 @@ def standing(found, family, method):
 
 
 def table(found, more, over=(), rows=(), columns=COLUMNS, families=""):
-    """A row a setting of the families, or these `rows` alone, with its gain over each of `over` at its own accuracy."""
+    """A row a setting of the families, or these `rows` alone; its gain over `over` at its own accuracy."""
     lines, columns = [], columns | more
     keys = dict.fromkeys((r["family"], r["method"], r["setting"]) for r in found)
     for key in [key for key in rows or keys if key in keys and re.match(families, key[0])]:
