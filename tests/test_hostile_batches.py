@@ -113,11 +113,7 @@ def power(low, high):
 THRESHOLDS = {"var_threshold": (0.125, 1e-3, 10.0), "floor": (1.0, 1e-2, 100.0)}
 OFF = ((), ("cross_attention", "slot_mass"), ("per_dim_gate",), ("snr_gate", "class_gate"))
 OPTIONS = {
-    "gmm": {
-        "components": (1, 2, 3, 5),
-        "covariance": ("diag", "full"),
-        "update_scale": (1.0, 10.0),
-    },
+    "gmm": {"components": (1, 2, 3, 5), "covariance": ("diag", "full"), "update_scale": (1.0, 10.0)},
     "cluster": {
         "clusters": (1, 2, 3, 5),
         "form": ("log", "lin", "released"),
