@@ -28,8 +28,8 @@ def start(device):
     """Join the other processes, if torchrun started any. -> the device of this one."""
     if not dist.is_torchelastic_launched() or dist.is_initialized():
         return device
-    # Imported later (the optimiser does so), its functions hold the group as a default. Then stop() cannot end
-    # the group's threads, and one that needs Python while Python ends aborts the process.
+    # Imported later (the optimiser does so), its functions hold the group as a default. Then stop() cannot
+    # end the group's threads, and one that needs Python while Python ends aborts the process.
     import torch.distributed.nn  # noqa: F401
 
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
