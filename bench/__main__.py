@@ -97,7 +97,8 @@ def run_cells(preset, data="data", shard="1/1", only="", runs_dir="runs", root=R
         else:
             if preset == "bases":
                 keep_base(folder, settings(flags)["dataset"], base_path(name))
-            keep(folder, flags, path(name), preset in ("shapes", "cifar") and name.endswith("-seed0"))
+            shown = preset == "shapes" or name.startswith("tier1-")
+            keep(folder, flags, path(name), shown and name.endswith("-seed0"))
     if broken:
         raise UserError(f"{preset}: {broken} of {len(todo)} cells broke; the same command tries them again.")
 

@@ -22,13 +22,15 @@ def read_cell(path):
     def read(path):
         r = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)
         # the attacker that is the strongest on the stop images; of several, on images that all have seen
-        test = r["attacks"][r["strongest"]]["test"] if r["attacks"] else {"mse": None, "ssim": None}
-        common = {k: test.get(f"{k}_common", test[k]) for k in ("mse", "ssim")}
-        needed = {k: r[k] for k in ("accuracy", "val_accuracy")} | {"mse": common["mse"]}
+        common = lambda key, test: test.get(f"{key}_common", test[key])
+        each = {name: common("mse", found["test"]) for name, found in r["attacks"].items()}
+        best = r["attacks"][r["strongest"]]["test"] if each else {"mse": None, "ssim": None}
+        needed = {k: r[k] for k in ("accuracy", "val_accuracy")} | {"mse": common("mse", best)}
         if not all(0 <= v < math.inf for v in needed.values() if v is not None or r["attacks"]):
             raise ValueError("a figure is no number")
         minutes = (r["seconds"]["train"] + r["seconds"]["attack"]) / 60
-        return r | {"figures": {**needed, **r["leakage"], "ssim": common["ssim"], "minutes": minutes}}
+        more = {"ssim": common("ssim", best), "minutes": minutes}
+        return r | {"figures": {**needed, **each, **r["leakage"], **more}}
 
     return read_ours(path, read)
 

@@ -453,6 +453,7 @@ def test_the_strongest_attacker_is_the_one_chosen_on_the_stop_images(root):
             "gan": {"test": {"mse": 0.02, "mse_common": 0.022, "ssim": 0.7, "ssim_common": 0.6}}}  # fmt: skip
     path = put(root, "shapes", "none-seed0", attacks=both, strongest="gan")
     assert tables.figures([finished.read_cell(path)])[1:3] == ["0.0220", "0.600"]
+    assert tables.figures([finished.read_cell(path)], tables.EACH) == ["0.0110", "0.0220", "–"]
 
 
 def test_the_report_is_the_same_byte_for_byte_and_leaves_the_rest_of_the_page(root):
