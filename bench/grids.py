@@ -125,7 +125,7 @@ def bases():
     """Networks that others start from, trained without a surrogate on all training images but a tenth: those
     of width 16 for the ablations of tier 4, `tiny` for tier 5."""
     recipes = {"w32": f"{RECIPE} --width 32 --epochs 36", "w16": f"{SMALL} --epochs 14"}
-    recipes["tiny"] = f"{TINY} --epochs 20"
+    recipes["tiny"] = f"{TINY} --epochs 50"
     return {f"{w}-seed{n}": f"{of} --attack none --seed {n}" for w, of in recipes.items() for n in SEEDS}
 
 
