@@ -295,11 +295,10 @@ def attack_again(argv):
     if fixed:
         flag = f"--{min(fixed).replace('_', '-')}"
         raise UserError(f"{flag}: fixed when the run was trained; give attack flags only.")
-    args = argparse.Namespace(**{**state["config"], "device": asked.device})
-    for name in changed:
-        setattr(args, name, getattr(asked, name))
+    new = {name: getattr(asked, name) for name in {*changed, "device"}}
+    new |= {} if state["config"]["attack"] else {"attack": asked.attack}
+    args = argparse.Namespace(**(state["config"] | new))
     args.device = usable_device(args.device)
-    args.attack = args.attack or ["decoder"]
     if state["epoch"] < args.epochs:
         raise UserError(f"{folder}: its training is not finished; finish it first with train.py --resume.")
     splits = load_splits(args)

@@ -1,6 +1,6 @@
 """Train a split network with a conditional-entropy loss, attack it, report.
 
-    python train.py --surrogate gated                       # built-in images, a few minutes on two CPU cores
+    python train.py --surrogate gated                       # built-in images, 1 to 2 minutes on two CPU cores
     python train.py --surrogate gated --dataset cifar10
     python train.py --init runs/NAME --surrogate cluster    # harden a network that is trained already
     python train.py --help
@@ -63,7 +63,7 @@ class Run:
         self.steps = len(splits.train) // (args.batch_size * parallel.processes())
         try:
             net, self.defense, self.shape = make_network(args, len(splits.classes), self.image_size)
-            self.cels = make_surrogates(args, len(splits.classes), self.shape, self.image_size, self.steps)
+            self.cels = make_surrogates(args, len(splits.classes), self.shape, self.image_size)
         except ValueError as error:
             raise UserError(str(error)) from None
         self.data, self.epoch, self.log, self.seconds = fingerprint(splits), 0, [], 0.0
@@ -79,10 +79,11 @@ class Run:
         own = [p for p in self.cels.parameters() if p.requires_grad]
         self.cel_optimizer = torch.optim.Adam(own, SURROGATE_LR, fused=True) if own else None
 
-    def look(self, z, y, x, cels):
+    def cel_losses(self, z, y, x, cels):
         """[(L_CEL, surrogate)]; [A §3.3 step 1] allows to pool z first."""
         z = F.adaptive_avg_pool2d(z, self.args.pool) if self.args.pool else z
-        with torch.random.fork_rng(devices=[]):  # crops and noise go on as if there were no surrogate
+        # crops and noise go on as if there were no surrogate
+        with torch.random.fork_rng(devices=[z.device] if z.is_cuda else []):
             return [(cel(z, y, x), cel) for cel in cels]
 
     def train_epoch(self, tick):
@@ -95,8 +96,8 @@ class Run:
         order = self.epoch_order()
         net.train(args.lr > 0)  # a rate of 0 changes nothing, BatchNorm's averages included
         gamma, fitted = loss_scale(args, self.epoch), self.epoch > 0 or args.init
-        # gmm and cluster are silent until `train` has refreshed them, at the end of an epoch; the attention's
-        # own parameters are fitted in the warm-up as well
+        # gmm and cluster are silent until `train` has refreshed them, at the end of an epoch. gated and slot
+        # are called in the warm-up too, where γ is 0: that fits their own parameters
         acting = {n: cel for n, cel in cels.items() if n not in REFRESHED or (fitted and gamma > 0)}
         lambdas = dict(zip(cels, args.lambd))
         sums, figures = torch.zeros(5, device=args.device), {}
@@ -115,7 +116,7 @@ class Run:
             loss_d = F.cross_entropy(logits, y, label_smoothing=args.label_smoothing)
             loss_d = loss_d + defense.loss(x, z_cut, sent)
             # (i) λ·r(η)·γ·∂L_CEL/∂z, and γ·g_CEL for the surrogate's own parameters
-            losses = self.look(z_cut, y, x, acting.values())
+            losses = self.cel_losses(z_cut, y, x, acting.values())
             weights = [lambdas[name] * cem.lr_ratio(lr, args.eta_ref) * gamma for name in acting]
             if self.cel_optimizer:
                 self.cel_optimizer.zero_grad(set_to_none=True)
@@ -183,13 +184,15 @@ class Run:
         self.refresh()
         learning = [cel for cel in self.cels.values() if any(p.requires_grad for p in cel.parameters())]
         net.eval()
-        for _ in range(math.ceil(FIT_STEPS / self.steps) if learning else 0):
+        passes = math.ceil(FIT_STEPS / (len(self.splits.train) // self.args.batch_size))
+        for _ in range(passes if learning else 0):
             for x, y in batches(self.splits.train, self.args.batch_size, self.args.device):
                 with torch.no_grad():
                     z = net.encoder(x)
                 z.requires_grad_()
                 self.cel_optimizer.zero_grad(set_to_none=True)
-                cem.cel_gradient(z, self.look(z, y, x, learning), [0.0] * len(learning), self.args.scale)
+                losses = self.cel_losses(z, y, x, learning)
+                cem.cel_gradient(z, losses, [0.0] * len(learning), self.args.scale)
                 parallel.average_gradients(self.cels.parameters())
                 self.cel_optimizer.step()
 
@@ -245,6 +248,8 @@ def train(argv):
     args.device = parallel.start(args.device)
     args.processes, args.threads = parallel.processes(), torch.get_num_threads()
     folder = Path(args.runs_dir) / (args.name + (f"-{args.processes}processes" if args.processes > 1 else ""))
+    if args.init and folder.resolve() == Path(args.init).resolve():
+        raise UserError(f"--init {args.init}: it would be replaced by what starts from it; choose a --name.")
     run = Run(args, parallel.first_then_others(lambda: load_splits(args)))
     if args.attack:  # before hours of training, not behind them
         Decoder(run.shape, run.image_size, 1, 8)

@@ -87,8 +87,8 @@ def run_cells(preset, data="data", shard="1/1", only="", runs_dir="runs", root=R
         else:
             write(log, "")  # makes the folder, or says why not
             with log.open("w") as stream:
-                done = subprocess.run(child, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream)
-            if done.returncode:
+                ended = subprocess.run(child, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream)
+            if ended.returncode:
                 lines = log.read_text(errors="replace").split("\n")
                 why = f"broke: {next(filter(str.strip, reversed(lines)), 'no output')} (see {log})"
         if why:

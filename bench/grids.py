@@ -18,7 +18,7 @@ from harness.files import UserError
 from harness.options import DEFAULTS, OF_THE_ATTACK, OF_THE_BASE, OF_THE_PLACE, parse_flags
 
 SEEDS = (0, 1, 2)
-RELEASED, ON_IMAGE = "cluster --form released --clusters 5", "slot --mode image --scale 1"
+RELEASED, ON_IMAGE = "cluster --form released --clusters 5", "slot --mode image"
 ARL = "--defense noise_arl --strength 0.6"
 # how a method is varied: what, its flags, its values in tier 1
 METHODS = {

@@ -88,9 +88,8 @@ def kmeans(size):
         cel.centers.copy_(starts)
         cel.weights.fill_(1 / k)  # as if fitted before, so that it goes on from these centres
         cel.refresh(z, y)
-        return (
-            n / classes * (cel.weights * cel.variances).sum().item()
-        )  # the inertia, so that a test can compare
+        # the inertia, so that a test can compare
+        return n / classes * (cel.weights * cel.variances).sum().item()
 
     def theirs():
         fit = lambda c: KMeans(k, init=starts[c], n_init=1, max_iter=ROUNDS, tol=0).fit(z[y == c])

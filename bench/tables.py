@@ -26,8 +26,8 @@ NOISE_OF = {"tier2": "tier1"}  # the family whose noise alone a family stands be
 CHOSEN = [tuple(name.split("-")) for name, _ in points(noises=METHODS["none"][2], at=POINTS)]
 # the rows of the first table (family, method, setting), and of README's table and picture
 MAIN = [("tier1", *point) for point in CHOSEN]
-BASELINES = r"tier2-.*-seed0|scratch-patrol.*-seed0"
-MAIN += [tuple(name.split("-")[:3]) for name in cifar() if re.fullmatch(BASELINES, name)]
+TIER2 = r"tier2-.*-seed0|scratch-patrol.*-seed0"
+MAIN += [tuple(name.split("-")[:3]) for name in cifar() if re.fullmatch(TIER2, name)]
 LEFT_OUT = {"sigma0.15", "sigma0.25", "sigma0.3", "released"}
 SHORT = [key for key in MAIN if key[0] == "tier1" and not LEFT_OUT & {*key}]
 PICTURED = ("none", "gmm", "direct", "noise_arl+direct")
@@ -169,11 +169,9 @@ def fill_readme(page, found, shapes, again):
         fill(page, "table", table(found, {}, ["none"], SHORT, columns))
     plain, again = select(shapes, method="none"), select(shapes, method="gated") + again
     if plain and again:
-        thousandths = {
-            key: [round(1000 * r["figures"][key], 3) for r in again] for key in ("accuracy", "mse")
-        }
-        low = {key: math.floor(min(values)) for key, values in thousandths.items()}
-        high = {key: math.ceil(max(values)) for key, values in thousandths.items()}
+        of = {key: [round(1000 * r["figures"][key], 3) for r in again] for key in ("accuracy", "mse")}
+        low = {key: math.floor(min(values)) for key, values in of.items()}
+        high = {key: math.ceil(max(values)) for key, values in of.items()}
         accuracy = f"{low['accuracy'] / 10:.1f} to {high['accuracy'] / 10:.1f} %"
         mse = f"{low['mse'] / 1000:.3f} to {high['mse'] / 1000:.3f} on test images"
         without = f"{statistics.fmean(r['figures']['mse'] for r in plain):.3f} without a loss"
@@ -214,13 +212,10 @@ def compare(folders, out):
     """One table of runs on the terminal, with the settings in which they differ, and one picture."""
     runs = {folder: read_cell(folder / "results.json") for folder in map(Path, folders)}
     configs = [r["config"] for r in runs.values()]
-    names = [
-        k for k in configs[0] if k not in OF_THE_PLACE and any(c.get(k) != configs[0][k] for c in configs)
-    ]
-    rows, show = (
-        [["run", *COLUMNS, "differs in"]],
-        lambda v: "+".join(map(str, v if isinstance(v, list) else [v])),
-    )
+    differing = lambda key: any(c.get(key) != configs[0][key] for c in configs)
+    names = [key for key in configs[0] if key not in OF_THE_PLACE and differing(key)]
+    rows = [["run", *COLUMNS, "differs in"]]
+    show = lambda v: "+".join(map(str, v if isinstance(v, list) else [v]))
     for folder, r in runs.items():
         differs = ", ".join(f"{k} {show(r['config'].get(k)) or 'none'}" for k in names)
         rows.append([folder.name, *figures([r]), differs])
@@ -228,7 +223,6 @@ def compare(folders, out):
     for row in rows:
         say("  ".join(word.ljust(width) for word, width in zip(row, widths)).rstrip())
     path = Path(out) / "compare.png"
-    drawn = pictures.stack_rows(
-        path, [(folder.name, folder / "reconstructions.png", r) for folder, r in runs.items()]
-    )
+    sheets = [(folder.name, folder / "reconstructions.png", r) for folder, r in runs.items()]
+    drawn = pictures.stack_rows(path, sheets)
     say(f"-> {path}" if drawn else "no picture: none of these runs was attacked")

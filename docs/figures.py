@@ -61,11 +61,8 @@ def cluster(tau=TAU):
 def attention(mode="documented", norm=False):
     """[A §6.3]: W_V = W_U = I, w = (1, 1), and LayerNorm off, which its numbers need."""
     cel = GatedAttCEL(3, DIM, SIGMA, mode, "trace", hidden=2, tau=TAU, eps=EPS).double()
-    cel.W_V.data, cel.W_U.data, cel.w.data = (
-        torch.eye(2).double(),
-        torch.eye(2).double(),
-        torch.ones(2).double(),
-    )
+    cel.W_V.data, cel.W_U.data = torch.eye(2).double(), torch.eye(2).double()
+    cel.w.data = torch.ones(2).double()
     cel.norm = cel.norm if norm else nn.Identity()
     return cel
 
@@ -75,10 +72,8 @@ def hinge(v, tau=TAU, eps=EPS):
 
 
 def draw():
-    dashed, solid = (
-        'stroke="currentColor" stroke-dasharray="3 3"',
-        'stroke="currentColor" stroke-opacity=".75"',
-    )
+    dashed = 'stroke="currentColor" stroke-dasharray="3 3"'
+    solid = 'stroke="currentColor" stroke-opacity=".75"'
 
     cel = GMMCEL(3, DIM, SIGMA, components=2).double().eval()
     cel.refresh(Z, Y, generator=torch.Generator().manual_seed(0))

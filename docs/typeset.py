@@ -47,13 +47,9 @@ def equation(number, text):
     label = LABEL.fullmatch(text)
     *columns, last = re.findall(r"^ +|\S+(?: \S+)* *", label[1] if label else text)
     width = lambda column: 0.46 * sum(not unicodedata.combining(c) for c in column)
-    spans = [
-        f'<span style="min-width:min({width(c):.1f}em,60%)">{inline(c.strip())}</span> ' for c in columns
-    ]
-    formula, right = (
-        "".join(spans) + inline(last),
-        f'<div class="label">{inline(label[2])}</div>' if label else "",
-    )
+    span = lambda c: f'<span style="min-width:min({width(c):.1f}em,60%)">{inline(c.strip())}</span> '
+    formula = "".join(map(span, columns)) + inline(last)
+    right = f'<div class="label">{inline(label[2])}</div>' if label else ""
     return f'<div class="eq" id="L{number}"><div>{formula}</div>{right}</div>'
 
 

@@ -48,11 +48,8 @@ class Decoder(nn.Module):
                 ResidualBlock(half, half),
             ]
             channels = half
-        layers += (
-            [nn.Conv2d(channels, 12, 3, padding=1), nn.PixelShuffle(2)]
-            if doublings
-            else [nn.Conv2d(channels, 3, 3, padding=1)]
-        )
+        layers.append(nn.Conv2d(channels, 12 if doublings else 3, 3, padding=1))
+        layers += [nn.PixelShuffle(2)] if doublings else []
         self.layers = nn.Sequential(*layers)
         self.coarse = nn.Sequential(
             nn.Flatten(),

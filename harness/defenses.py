@@ -26,7 +26,7 @@ it from scratch on the finished encoder.
 
 Reference: [E §1.3, §2.2] and the papers it cites. Differs from the documents in: they name the methods and
 give no formulas. Chosen here: the mask per element, the proxy and its loss, the pruning by BatchNorm gain
-(see `prune`), a Gaussian δ. α and s are ours: with the design's 0.3 and 0.5 the small proxy never made the
+(see `prune`), a Gaussian δ. α and s are ours: with α = 0.3 and s = 0.5 the small proxy never made the
 encoder pay.
 """
 

@@ -67,9 +67,8 @@ def leakage(victim, splits, seed):
 
     def sample(images):
         keep = max(1000, AUDIT_NUMBERS // dim)
-        return (
-            images[torch.randperm(len(images), generator=generator)[:keep]] if len(images) > keep else images
-        )
+        few = len(images) <= keep
+        return images if few else images[torch.randperm(len(images), generator=generator)[:keep]]
 
     fit = sample(splits.train)
     known = set(image_hashes(fit))

@@ -9,8 +9,7 @@ import sys
 
 import torch
 
-from harness.data import EVAL_BATCH
-
+BATCH = 500  # images at a time
 SSIM_WINDOW, SSIM_SIGMA = 11, 1.5
 SSIM_C1, SSIM_C2 = 0.01**2, 0.03**2
 
@@ -40,18 +39,16 @@ def ssim(a, b):
     mu_a, mu_b = blur(a), blur(b)
     var_a, var_b, cov = blur(a * a) - mu_a**2, blur(b * b) - mu_b**2, blur(a * b) - mu_a * mu_b
     # SSIM = (2 μ_a μ_b + c1)(2 σ_ab + c2) / ((μ_a² + μ_b² + c1)(σ_a² + σ_b² + c2))
-    return (
-        (2 * mu_a * mu_b + SSIM_C1)
-        * (2 * cov + SSIM_C2)
-        / ((mu_a**2 + mu_b**2 + SSIM_C1) * (var_a + var_b + SSIM_C2))
-    ).mean()
+    above = (2 * mu_a * mu_b + SSIM_C1) * (2 * cov + SSIM_C2)
+    below = (mu_a**2 + mu_b**2 + SSIM_C1) * (var_a + var_b + SSIM_C2)
+    return (above / below).mean()
 
 
 def metrics(original, reconstruction):
     """-> {mse, nmse, psnr, ssim} as floats, computed in double precision batch by batch."""
     squares, likeness = 0.0, 0.0
-    for start in range(0, len(original), EVAL_BATCH):
-        a, b = (x[start : start + EVAL_BATCH].double() for x in (original, reconstruction))
+    for start in range(0, len(original), BATCH):
+        a, b = (x[start : start + BATCH].double() for x in (original, reconstruction))
         squares += mse(a, b).item() * len(a)
         likeness += ssim(a, b).item() * len(a)
     error = squares / len(original)

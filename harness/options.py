@@ -22,6 +22,7 @@ DEFAULTS = {
     "slot": (2.0, 0.25, 3),
     "direct": (0.3, 1.0, 0),
 }
+OF_IMAGE = (0.6, 1.0, 3)  # the same of slot's mode "image"
 REFRESHED = ("gmm", "cluster")  # silent until their statistics were fitted at the end of an epoch
 SHORT_RUN = 0.2  # of the epochs: the longest warm-up
 ATTACKS = ("decoder", "gan", "whitebox")
@@ -146,7 +147,7 @@ def make_parser():
     add("--surrogate", type=names(DEFAULTS, "surrogates"), default="none", help="which conditional-entropy loss, or several joined by +")
     add("--sigma", type=sigma, default=0.1, help="standard deviation of the channel noise")
     add("--lambd", type=numbers, help="λ, weight of the surrogate's gradient, one for each joined by + (default: its own)")
-    add("--scale", type=number(0), help="γ, the loss scale (default: the first surrogate's own)")
+    add("--scale", type=number(0), help="γ, the loss scale (default: the surrogate's own)")
     add("--warmup", type=count(0), help="epochs that only fit the surrogate (default: its own, at most a fifth of all; with --init 0)")
     add("--eta-ref", type=number(0), default=0.0, help="r(η) = min(1, this/η) holds λ back at high learning rates; the paper: 1e-3; 0: off")
     add("--clip", type=number(0), default=0.0, help="longest ‖∂L_CEL/∂z‖ of a step; 0: no limit")
@@ -211,8 +212,6 @@ def parse_flags(argv):
         raise UserError(
             f"--name {args.name}: use letters, digits and ._+=,-; the folder above it is --runs-dir."
         )
-    if args.init and (Path(args.runs_dir) / args.name).resolve() == Path(args.init).resolve():
-        raise UserError(f"--init {args.init}: it would be replaced by what starts from it; choose a --name.")
     return args
 
 
@@ -272,11 +271,14 @@ def check_surrogates(args):
         )
     if args.momentum_decay and args.stash != "params":
         raise UserError("--momentum-decay: the average is of the encoder's own gradient; add --stash params.")
-    own = [DEFAULTS[name] for name in chosen]
+    own = [OF_IMAGE if name == "slot" and args.mode == "image" else DEFAULTS[name] for name in chosen]
     args.lambd = [lambd for lambd, _, _ in own] if args.lambd is None else args.lambd
     if len(args.lambd) != len(chosen):
         raise UserError(f"--lambd: give one number for each of the {len(chosen)} surrogates, joined by +.")
-    args.scale = ([scale for _, scale, _ in own] or [1.0])[0] if args.scale is None else args.scale
+    scales = [scale for _, scale, _ in own] or [1.0]
+    if args.scale is None and len(set(scales)) > 1:
+        raise UserError(f"--surrogate {'+'.join(chosen)}: each has another γ; give one for all with --scale.")
+    args.scale = scales[0] if args.scale is None else args.scale
     refreshed = not args.init and any(name in REFRESHED for name in chosen)
     if args.warmup is None:
         longest = max([epochs for _, _, epochs in own], default=0)

@@ -28,8 +28,8 @@ FLAGS = {
     "direct": ("measure",),
 }
 FEW_OF_A_CLASS, REMEMBERED = 4, 32  # with fewer images of a class in a batch, gated and slot remember so many
-DELAY_CALLS, DELAY_SHARE = 100, 0.2  # slot, documented: silent calls, at most this share of the acting steps
-SHUTOFF = 0.5  # slot, documented: mean of the SNR gate above which it is silent
+# slot, documented: silent in its first calls, and where the mean of the SNR gate is above this
+DELAY, SHUTOFF = 100, 0.5
 
 
 def make_network(args, classes, image_size):
@@ -55,12 +55,11 @@ def load_network(state, args, image_size):
     return net, make_defense(args.defense, args.strength, args.seed, shape, image_size).to(args.device)
 
 
-def make_surrogates(args, classes, shape, image_size, steps):
-    """-> the surrogates of args.surrogate as an nn.ModuleDict; `steps` is how many there are in an epoch."""
-    if args.pool > shape[1]:
-        raise ValueError(
-            f"--pool {args.pool}: the features are {shape[1]}x{shape[2]}; pool to fewer cells a side."
-        )
+def make_surrogates(args, classes, shape, image_size):
+    """-> the surrogates of args.surrogate as an nn.ModuleDict."""
+    if args.pool and shape[1] % args.pool:
+        text = f"--pool {args.pool}: the features are {shape[1]}x{shape[2]}"
+        raise ValueError(f"{text}; use a number of cells that divides {shape[1]}.")
     side = args.pool or shape[1]
     shape, sigma = (shape[0], side, side), args.sigma * side / shape[1]  # the mean of n cells has noise σ/√n
     found = torch.nn.ModuleDict()
@@ -72,16 +71,13 @@ def make_surrogates(args, classes, shape, image_size, steps):
             given.setdefault("memory", REMEMBERED)
         if name == "direct" or given.get("mode") == "image":
             if image_size % side:
-                text = (
-                    f"--surrogate {name}: {side}x{side} cells do not divide {image_size}x{image_size} pixels"
-                )
-                raise ValueError(f"{text}; change --pool or --image-size.")
+                pixels = f"{image_size}x{image_size} pixels; change --pool or --image-size."
+                raise ValueError(f"--surrogate {name}: {side}x{side} cells do not divide {pixels}")
             given["shape"] = shape
         if given.get("mode") == "image":
             given["image_size"] = image_size
         if name == "slot" and given.get("mode") == "documented":
-            acting = steps * max(0, args.epochs - args.warmup)
-            given |= {"delay": min(DELAY_CALLS, int(DELAY_SHARE * acting)), "shutoff": SHUTOFF}
+            given |= {"delay": DELAY, "shutoff": SHUTOFF}
         found[name] = SURROGATES[name](classes, math.prod(shape), sigma, **given)
     return found.to(args.device)
 

@@ -26,11 +26,8 @@ def channels_within(config, budget, image_size):
     def narrowed(k):
         return [math.ceil(n * k / widest) for n in full[:fixed]] + full[fixed:]
 
-    k = bisect_right(
-        range(1, widest + 1),
-        budget,
-        key=lambda k: encoder_flops({**config, "channels": narrowed(k)}, image_size),
-    )
+    flops = lambda k: encoder_flops({**config, "channels": narrowed(k)}, image_size)
+    k = bisect_right(range(1, widest + 1), budget, key=flops)
     if k == 0:
         raise UserError(
             f"--defense patrol: this encoder cannot be pruned to {budget:.3g} FLOPs; use a --bottleneck."
@@ -48,14 +45,12 @@ def prune(net, channels):
     """
     cut = net.config["cut"]
     units = list(net.encoder)[:cut]
-    starts = [
-        i for i, unit in enumerate(units) if not isinstance(getattr(unit, "shortcut", None), nn.Identity)
-    ]
+    joined = lambda unit: isinstance(getattr(unit, "shortcut", None), nn.Identity)
+    starts = [i for i, unit in enumerate(units) if not joined(unit)]
     ins = torch.arange(units[0][0].in_channels, device=units[0][0].weight.device)
     for start, end in zip(starts, [*starts[1:], cut]):
-        outs = largest_gains(
-            [chain[-1] for unit in units[start:end] for chain in chains(unit)], channels[start]
-        )
+        last = [chain[-1] for unit in units[start:end] for chain in chains(unit)]
+        outs = largest_gains(last, channels[start])
         for unit in units[start:end]:
             for chain in chains(unit):
                 kept = [ins, *(largest_gains([layers], channels[start]) for layers in chain[:-1]), outs]

@@ -67,11 +67,9 @@ def draw(n, seed=0, size=SIZE):
     u, v = dx * angle.cos() + dy * angle.sin(), dy * angle.cos() - dx * angle.sin()
     inside = torch.empty(n, size, size)
     for k in range(len(NAMES)):
-        inside[k :: len(NAMES)] = (
-            0.5 - shape_distance(k, u[k :: len(NAMES)], v[k :: len(NAMES)]) * radius[k :: len(NAMES)]
-        ).clamp(0, 1)
+        own = slice(k, None, len(NAMES))
+        inside[own] = (0.5 - shape_distance(k, u[own], v[own]) * radius[own]).clamp(0, 1)
     inside = inside[:, None]
     pixels = foreground * inside + background * (1 - inside)
-    return (pixels.clamp(0, 1) * 255).round().to(torch.uint8).contiguous(
-        memory_format=torch.channels_last
-    ), label
+    x = (pixels.clamp(0, 1) * 255).round().to(torch.uint8)
+    return x.contiguous(memory_format=torch.channels_last), label

@@ -50,12 +50,9 @@ class ResidualBlock(nn.Module):
             nn.Conv2d(c_in, c_out, 3, stride, 1, bias=False), nn.BatchNorm2d(c_out), nn.ReLU(inplace=True)
         )
         self.second = nn.Sequential(nn.Conv2d(c_out, c_out, 3, 1, 1, bias=False), nn.BatchNorm2d(c_out))
-        same, self.stride = stride == 1 and c_in == c_out, stride
-        self.shortcut = (
-            nn.Identity()
-            if same
-            else nn.Sequential(nn.Conv2d(c_in, c_out, 1, bias=False), nn.BatchNorm2d(c_out))
-        )
+        self.stride, self.shortcut = stride, nn.Identity()
+        if stride > 1 or c_in != c_out:
+            self.shortcut = nn.Sequential(nn.Conv2d(c_in, c_out, 1, bias=False), nn.BatchNorm2d(c_out))
 
     def forward(self, x):
         # A 1x1 convolution with a stride, taken apart: on a CPU its backward pass in channels_last writes
@@ -92,16 +89,12 @@ class SplitNet(nn.Module):
             if i == cut and bottleneck:
                 c_in = plan[cut - 1][0] * width  # the server's entry, back to the unpruned width at the cut
                 units.append(conv_bn_relu(bottleneck, c_in))
-            units.append(
-                ResidualBlock(c_in, c_out, stride)
-                if arch == "resnet20" and i > 0
-                else conv_bn_relu(c_in, c_out, stride)
-            )
+            unit = ResidualBlock if arch == "resnet20" and i > 0 else conv_bn_relu
+            units.append(unit(c_in, c_out, stride))
             c_in = c_out
-        at_cut = counts[cut - 1]
-        squeeze = (
-            [nn.Conv2d(at_cut, bottleneck, 3, padding=1), nn.BatchNorm2d(bottleneck)] if bottleneck else []
-        )
+        squeeze = []
+        if bottleneck:
+            squeeze = [nn.Conv2d(counts[cut - 1], bottleneck, 3, padding=1), nn.BatchNorm2d(bottleneck)]
         self.encoder = nn.Sequential(*units[:cut], *squeeze, nn.Sigmoid())
         self.server = nn.Sequential(
             *units[cut:], nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(c_in, num_classes)

@@ -68,7 +68,7 @@ def arm(when, down):
     elif when == "refresh":
         at(train.Run, "refresh", 2)
     elif when == "fit":  # of the attention, before the first step of a hardening
-        at(train.Run, "look", 3)
+        at(train.Run, "cel_losses", 3)
     elif when == "checkpoint half written":
         halve = lambda state, path: os.truncate(path, os.path.getsize(path) // 2)
         half_written(torch, "save", 2, lambda *args: True, halve)

@@ -846,6 +846,8 @@ def test_a_run_without_an_attack_is_attacked_by_the_decoder(trained, tmp_path):
     assert list(found["attacks"]) == ["decoder"] and found["config"]["defense"] == "dropout"
     assert found["attacks"]["decoder"]["converged"] in (True, False)
     assert found["attacks"]["decoder"]["epochs"] > 12
+    assert go(run, "--attack", "none", main=attack.main) == 0  # unless it is told not to
+    assert read(run / "attack.json")["attacks"] == {}
 
 
 def test_an_attacker_that_did_not_converge_is_named(trained, tmp_path, monkeypatch, capsys):

@@ -92,7 +92,7 @@ def test_metrics_are_the_pure_functions_whatever_the_batch(monkeypatch):
     mean = sum(pixels) / len(pixels)
     variance = sum((p - mean) ** 2 for p in pixels) / len(pixels)
     for batch in (500, 7, 3, 1):  # 3 leaves a last batch of one
-        monkeypatch.setattr("harness.metrics.EVAL_BATCH", batch)
+        monkeypatch.setattr("harness.metrics.BATCH", batch)
         got = metrics(a, b)
         assert set(got) == {"mse", "nmse", "psnr", "ssim"} and all(type(v) is float for v in got.values())
         for name, value in want.items():

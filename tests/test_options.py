@@ -10,7 +10,7 @@ from conftest import flags, picture_folder, save_checkpoint, sentence
 
 from harness import options
 from harness.files import UserError
-from harness.options import DEFAULTS, given_flags, make_parser, parse_flags, read_run, training_settings
+from harness.options import DEFAULTS, OF_IMAGE, given_flags, make_parser, parse_flags, read_run, training_settings
 from harness.parts import SURROGATES
 
 ACTIONS = {a.dest: a for a in make_parser()._actions if a.dest != "help"}
@@ -37,7 +37,7 @@ def test_every_setting_has_a_plain_type_that_a_checkpoint_keeps(tmp_path):
     """Numbers, strings and lists of them: nothing that a pickle would have to run."""
     for command in (
         "",
-        "--surrogate slot+direct --lambd 1+2 --mode documented --off snr_gate,slot_mass --attack none",
+        "--surrogate slot+direct --lambd 1+2 --scale 1 --mode documented --off snr_gate,slot_mass --attack none",
     ):
         state = save_checkpoint(tmp_path, command)
         assert read_run(tmp_path / "checkpoint.pt")["config"] == state["config"]
@@ -131,19 +131,29 @@ def test_epochs_and_rate_depend_on_whether_a_base_is_hardened(tmp_path):
 
 def test_the_warm_up_is_the_longest_of_the_surrogates_and_at_most_a_fifth_of_the_epochs(tmp_path):
     warmup = lambda command: flags(command).warmup
-    assert warmup("--surrogate gated+slot --epochs 50") == 5
+    assert warmup("--surrogate gated+slot --scale 1 --epochs 50") == 5
     assert warmup("--surrogate gated --epochs 10") == 2
     assert warmup("--surrogate gated --epochs 3") == 0
     assert warmup("--surrogate gmm --epochs 3") == 1  # its statistics come at the end of the first epoch
     assert warmup("--surrogate gated --epochs 10 --warmup 7") == 7
     save_checkpoint(tmp_path)
-    assert warmup(f"--surrogate gated+gmm --init {tmp_path} --epochs 1") == 0  # hardened from the first step
+    assert warmup(f"--surrogate gated+gmm --scale 1 --init {tmp_path} --epochs 1") == 0  # hardened from the first step
 
 
-def test_surrogates_joined_by_plus_have_a_lambda_each_and_the_firsts_scale():
-    args = flags("--surrogate gated+cluster")
-    assert args.lambd == [DEFAULTS["gated"][0], DEFAULTS["cluster"][0]] and args.scale == DEFAULTS["gated"][1]
-    assert flags("--surrogate cluster+gated --lambd 3+0 --scale 0.7").lambd == [3, 0]
+def test_surrogates_joined_by_plus_have_a_lambda_each_and_one_scale():
+    args = flags("--surrogate gmm+cluster")
+    assert args.lambd == [DEFAULTS["gmm"][0], DEFAULTS["cluster"][0]] and args.scale == 1
+    args = flags("--surrogate cluster+gated --lambd 3+0 --scale 0.7")
+    assert args.lambd == [3, 0] and args.scale == 0.7
+    # γ of the one would multiply the λ of the other, and which depends on the order
+    for both in ("cluster+gated", "gated+cluster"):
+        sentence(lambda both=both: flags(f"--surrogate {both}"), f"--surrogate {both}", "--scale")
+
+
+def test_slot_on_the_image_has_defaults_of_its_own():
+    args = flags("--surrogate slot --mode image --epochs 100")
+    assert (args.lambd, args.scale, args.warmup) == ([OF_IMAGE[0]], *OF_IMAGE[1:])
+    assert flags("--surrogate direct+slot --mode image --lambd 0.4+0.4").scale == 1  # as the cells have it
 
 
 def test_given_flags_are_those_that_stand_in_the_command():

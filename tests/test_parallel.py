@@ -17,7 +17,7 @@ from harness import parallel
 ROOT = Path(train.__file__).parent
 RUNS = {
     "statistics": "--surrogate gmm+cluster --defense noise_arl",
-    "attention": "--surrogate slot+gated --memory 8 --defense patrol",
+    "attention": "--surrogate slot+gated --scale 0.25 --memory 8 --defense patrol",
     "x": "--surrogate direct --defense dropout --stash params --momentum-decay 0.5",
 }
 
@@ -88,6 +88,7 @@ wrong = {
     "flag": go("a", "--lr", "nan"),
     "images": go("a", "--batch-size", "100"),
     "folder": go("statistics", *runs["statistics"].split()),
+    "base": go("x", "--init", f"{folder}/x-2processes", "--overwrite"),
 }
 
 def fail():
@@ -191,6 +192,7 @@ def test_the_first_process_alone_writes_and_prints(seen):
 def test_a_users_mistake_is_one_sentence_of_the_first_process_and_ends_both(seen):
     first, second = (part["wrong"] for part in seen[0]["helpers"])
     words = {"flag": "--lr: nan", "images": "--batch-size 100", "folder": "holds a run"}
+    words["base"] = "would be replaced"
     for case, text in words.items():
         # torchrun ends the first process when another fails: before it could say why
         assert (first[case]["status"], second[case]["status"]) == (2, 0), case

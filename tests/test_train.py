@@ -284,7 +284,7 @@ def test_batchnorm_makes_no_difference_that_matters():
 
 def test_pooling_keeps_the_noise_in_proportion():
     """The mean of n cells of z' has noise of variance σ²/n: a surrogate of the pooled z is told that."""
-    cel = make_surrogates(flags("--surrogate gmm --pool 4 --sigma 0.2"), 10, (8, 8, 8), 32, 1)["gmm"]
+    cel = make_surrogates(flags("--surrogate gmm --pool 4 --sigma 0.2"), 10, (8, 8, 8), 32)["gmm"]
     noise = F.adaptive_avg_pool2d(0.2 * torch.randn(4000, 8, 8, 8), 4)
     assert cel.dim == 8 * 16 and cel.sigma == pytest.approx(0.1)
     assert noise.std().item() == pytest.approx(cel.sigma, rel=0.01)
@@ -293,14 +293,14 @@ def test_pooling_keeps_the_noise_in_proportion():
 def test_few_images_of_a_class_in_a_batch_are_remembered():
     for text, memory in (("", 32), ("--batch-size 40", 0), ("--memory 3", 3), ("--mode image", None)):
         args = flags(" ".join([*TINY, "--surrogate slot", text]))
-        held = getattr(make_surrogates(args, 10, (2, 8, 8), 32, 3)["slot"], "memory", None)
+        held = getattr(make_surrogates(args, 10, (2, 8, 8), 32)["slot"], "memory", None)
         assert (None if held is None else held.shape[1]) == memory
 
 
 def test_the_papers_setting_is_reachable_by_flags():
     args = flags("--width 64 --sigma 0.025 --schedule steps --epochs 240 --lambd 16 --surrogate gmm")
     net, _, shape = train.make_network(args, 10, 32)
-    cel = make_surrogates(args, 10, shape, 32, 1)["gmm"]
+    cel = make_surrogates(args, 10, shape, 32)["gmm"]
     assert shape == (8, 8, 8) and (cel.dim, cel.sigma) == (512, 0.025)
     assert sum(p.numel() for p in net.encoder.parameters()) == pytest.approx(0.085e6, rel=0.01)
 
@@ -312,7 +312,7 @@ def harden(base, tmp_path, *more):
     return go(*TINY, "--init", base, "--runs-dir", tmp_path, "--name", "hard", "--epochs", 1, *more)
 
 
-@pytest.mark.parametrize("more", ["", "--surrogate gated --lambd 0", "--surrogate gmm+slot --lambd 0+0"])
+@pytest.mark.parametrize("more", ["", "--surrogate gated --lambd 0", "--surrogate gmm+slot --lambd 0+0 --scale 1"])
 def test_hardening_with_nothing_returns_the_base_bit_for_bit(trained, tmp_path, more):
     base = trained(SPREAD_OUT)
     assert harden(base, tmp_path, "--lr", 0, "--attack", "none", *more.split()) == 0
@@ -358,6 +358,19 @@ def test_the_attention_is_fitted_on_frozen_features_first(trained, tmp_path, mon
     moved = [not torch.equal(a, b) for a, b in zip(fresh, run.cels.parameters())]
     assert sum(moved) > 0.8 * len(moved) and not run.net.training
     assert_equal(run.net, read_checkpoint(base / "checkpoint.pt")["weights"])
+
+
+@pytest.mark.parametrize("processes", (1, 2))
+def test_the_attention_is_fitted_as_long_in_each_process(trained, monkeypatch, processes):
+    """Each of them sees all images then; 117 of them, batches of 32."""
+    base, calls, gradient = trained(SPREAD_OUT), [], train.cem.cel_gradient
+    monkeypatch.setattr(train, "FIT_STEPS", 6)
+    monkeypatch.setattr(train.parallel, "processes", lambda: processes)
+    monkeypatch.setattr(train.parallel, "average_gradients", lambda parameters: None)
+    monkeypatch.setattr(train.cem, "cel_gradient", lambda *args: calls.append(1) or gradient(*args))
+    run = make_run(f"--surrogate slot --init {base}")
+    run.start_from(base)
+    assert len(calls) == 6 and run.steps == 3 // processes
 
 
 def test_hardening_has_a_schedule_of_its_own_and_the_bases_network_and_images(trained):
