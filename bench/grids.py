@@ -62,6 +62,7 @@ SMALL_BATCH = ("batch_size=32,memory=0", "batch_size=32,memory=32", "batch_size=
 # as documented the SNR gate shuts the loss off, so that the other parts can change something without it only
 PARTS = ("", "+cross_attention", "+per_dim_gate", "+slot_mass", "+class_gate")
 DOCUMENTED = ("mode=documented", *(f"mode=documented,off=snr_gate{part}" for part in PARTS))
+CONCLUDED = ("mode=documented",)  # and noise alone at 0.1 beside it: three seeds
 ABLATIONS = {
     "gmm": ("clusters=1", "clusters=8", "covariance=full"),
     "cluster": ("clusters=1", "clusters=8", "variance=trace", "batch_size=32", "batch_size=512"),
@@ -132,8 +133,8 @@ def bases():
 def cifar():
     """Tier 1: every method as a curve. Tier 2: the baselines, alone and with a surrogate. Scratch: smaller
     networks trained with their method from the start; PATROL changes the network and has no other way, and
-    three seeds. Tier 3: one seed, one point a method, against stronger attackers. Tier 4: one seed, smaller
-    networks hardened, one thing changed at a time."""
+    three seeds. Tier 3: one seed, one point a method, against stronger attackers. Tier 4: smaller networks
+    hardened, one thing changed at a time; one seed but for what is CONCLUDED."""
     curves = [cell for method, (_, _, values) in METHODS.items() for cell in vary(method, *values)]
     found = grid("tier1-", harden, points()) | grid("tier1-", harden, curves)  # one point each comes first
     [(best, plugged_in)] = points([BEST])
@@ -155,7 +156,8 @@ def cifar():
             flag = lambda m: f" --{m[1].replace('_', '-')} {m[2].replace('+', ',')}"
             words = re.sub(r"(\w+)=([\w+]+),?", flag, change)
             changed = [(f"{method}-{change}", flags + words) for _, flags in points([method])]
-            found |= grid("tier4-", small, changed, [0])
+            found |= grid("tier4-", small, changed, SEEDS if change in CONCLUDED else [0])
+    found |= grid("tier4-", small, points(["none"], FEW[:1]))
     for cut in (1, 3):
         behind = [(name, f"{flags} --cut {cut}") for name, flags in points(("none", "cluster"), FEW[:2])]
         found |= grid(f"tier4cut{cut}-", scratch, behind, [0])

@@ -100,7 +100,7 @@ SECTIONS = [
      "of them reconstruct. The gain is that against the strongest of the three, chosen on other images.\n"
      + JPEG,
      {"more": EACH, "over": ["none"], "columns": dict(list(COLUMNS.items())[:1])}),
-    ("cifar", "tier4", "CIFAR-10: one thing changed at a time", f"One seed. {JPEG}", SETTING),
+    ("cifar", "tier4", "CIFAR-10: one thing changed at a time", JPEG, SETTING),
     ("bases", "", "The networks that are hardened",
      f"w32, w16: CIFAR-10 at width 32 and 16. No surrogate, one thread. {JPEG}", {"more": CHOICE}),
     ("datasets", "", "Other images", "Decoder of 2x48.", SETTING),

@@ -154,9 +154,10 @@ def test_what_the_grids_hold():
     assert len(patrol) == 6 and not any("--init" in f for f in patrol)  # it changes the network
     assert all(f.startswith(grids.scratch("")) for f in patrol) and "scratch-none-sigma0.1-seed0" in cifar
     seeds = lambda family: {name[-1] for name in cifar if name.startswith(family)}
-    assert seeds("tier2") == {"0", "1", "2"} and seeds("tier3") == seeds("tier4") == {"0"}
+    assert seeds("tier2") == seeds("tier4-gated-mode=documented") == {"0", "1", "2"}
+    assert seeds("tier3") == seeds("tier4-gated-mode=adversarial") == {"0"}
     small = [grids.settings(f) for name, f in cifar.items() if name.startswith("tier4-")]
-    assert {(s["init"], s["width"]) for s in small} == {("w16-seed0", 16)}
+    assert {(s["init"], s["width"]) for s in small} == {(f"w16-seed{n}", 16) for n in range(3)}
 
 
 def test_shards_cover_the_grid_once_and_only_takes_a_whole_name_alone():
