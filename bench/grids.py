@@ -62,7 +62,7 @@ SMALL_BATCH = ("batch_size=32,memory=0", "batch_size=32,memory=32", "batch_size=
 # as documented the SNR gate shuts the loss off, so that the other parts can change something without it only
 PARTS = ("", "+cross_attention", "+per_dim_gate", "+slot_mass", "+class_gate")
 DOCUMENTED = ("mode=documented", *(f"mode=documented,off=snr_gate{part}" for part in PARTS))
-CONCLUDED = ("mode=documented",)  # and noise alone at 0.1 beside it: three seeds
+CONCLUDED, BESIDE = ("mode=documented",), (0.1, 0.25, 0.35)  # three seeds, and noise alone at these σ too
 ABLATIONS = {
     "gmm": ("clusters=1", "clusters=8", "covariance=full"),
     "cluster": ("clusters=1", "clusters=8", "variance=trace", "batch_size=32", "batch_size=512"),
@@ -157,7 +157,7 @@ def cifar():
             words = re.sub(r"(\w+)=([\w+]+),?", flag, change)
             changed = [(f"{method}-{change}", flags + words) for _, flags in points([method])]
             found |= grid("tier4-", small, changed, SEEDS if change in CONCLUDED else [0])
-    found |= grid("tier4-", small, points(["none"], FEW[:1]))
+    found |= grid("tier4-", small, points(["none"], BESIDE))
     for cut in (1, 3):
         behind = [(name, f"{flags} --cut {cut}") for name, flags in points(("none", "cluster"), FEW[:2])]
         found |= grid(f"tier4cut{cut}-", scratch, behind, [0])
