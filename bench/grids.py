@@ -72,7 +72,7 @@ ABLATIONS = {
 TINY = f"--dataset tiny-imagenet-180 --image-size 32 --lr 0.1 --label-smoothing 0.1 {BF16}"
 FACES = "--dataset orl-faces --image-size 64 --cut 3 --batch-size 96 --epochs 120 --attack-epochs 300"
 # attacked in tier 3
-STRONGER = ("none", "gmm", "slot_image", "direct", "direct+slot_image", "noise_arl", "noise_arl+direct")
+STRONGER = ("none", "slot_image", "direct", "direct+slot_image", "noise_arl", "noise_arl+direct")
 ELSEWHERE = [name for name in METHODS if name != "released" and "+" not in name]  # on those images
 
 
