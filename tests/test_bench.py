@@ -538,20 +538,20 @@ def test_bits_in_prose_are_those_of_noise_alone_over_a_methods_own_at_equal_accu
 
 
 def test_a_gain_against_a_stronger_attacker_is_that_of_its_family(tmp_path):
-    root, page, gmm = tmp_path / "bench", tmp_path / "page.md", f"gmm-lambda{POINTS['gmm']:g}"
-    put(root, "cifar", f"tier1-{gmm}-seed0", accuracy=0.7, mse=0.09)
-    put(root, "cifar", f"tier1-{gmm}-seed1", accuracy=0.7, mse=0.5)
+    root, page, direct = tmp_path / "bench", tmp_path / "page.md", f"direct-lambda{POINTS['direct']:g}"
+    put(root, "cifar", f"tier1-{direct}-seed0", accuracy=0.7, mse=0.09)
+    put(root, "cifar", f"tier1-{direct}-seed1", accuracy=0.7, mse=0.5)
     put(root, "cifar", "tier1-none-sigma0.15-seed1", accuracy=0.7, mse=0.1)
     for sigma, accuracy, mse in ((0.15, 0.8, 0.01), (0.2, 0.6, 0.04)):
         put(root, "cifar", f"tier1-none-sigma{sigma}-seed0", accuracy=accuracy, mse=2 * mse)
         put(root, "cifar", f"tier3epochs20-none-sigma{sigma}-seed0", accuracy=accuracy, mse=mse)
-    put(root, "cifar", f"tier3epochs20-{gmm}-seed0", accuracy=0.7, mse=0.03)
-    put(root, "cifar", f"tier1-gmm-lambda{LOW:g}-seed0", accuracy=0.65, mse=0.9)  # does not stand for gmm
+    put(root, "cifar", f"tier3epochs20-{direct}-seed0", accuracy=0.7, mse=0.03)
+    put(root, "cifar", f"tier1-direct-lambda0.4-seed0", accuracy=0.65, mse=0.9)  # does not stand for direct
     put(root, "cifar", "tier2-dropout-strength0.1-seed0", accuracy=0.8, mse=0.05)  # beside tier 1's noise
     put(root, "cifar", "tier2-dropout+slot_image-lambda0.6-seed0", accuracy=0.8, mse=0.06)
-    marks = [f"{m} over noise in tier3epochs20" for m in ("gmm", "direct")] + ["dropout over noise in tier2"]
-    marks += [f"gmm@lambda{POINTS['gmm']:g} over noise of seed 0", "gmm over noise of seed 1"]
-    marks += ["dropout+slot_image over dropout in tier2", f"gmm@lambda{LOW:g} over gmm of seed 0"]
+    marks = [f"{m} over noise in tier3epochs20" for m in ("direct", "slot_image")] + ["dropout over noise in tier2"]
+    marks += [f"direct@lambda{POINTS['direct']:g} over noise of seed 0", "direct over noise of seed 1"]
+    marks += ["dropout+slot_image over dropout in tier2", "direct@lambda0.4 over direct of seed 0"]
     page.write_text(" ".join(f"**x**<!-- gain {mark} -->" for mark in marks))
     tables.fill_prose(page, finished.load_cells("cifar", root))
     # 0.03 / √(0.01·0.04), nothing, 0.05 / 0.02, 0.09 / √(0.02·0.08), 0.5 / 0.1, 0.06 / 0.05,
