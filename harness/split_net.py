@@ -27,7 +27,6 @@ from torch.utils.flop_counter import FlopCounterMode
 VGG11 = [(1, 2), (2, 2), (4, 1), (4, 2), (8, 1), (8, 2), (8, 1), (8, 2)]
 RESNET20 = [(1, 1)] + [(1, 1)] * 3 + [(2, 2)] + [(2, 1)] * 2 + [(4, 2)] + [(4, 1)] * 2
 UNITS = {"vgg11": VGG11, "resnet20": RESNET20}
-DEFAULT_WIDTH = {"vgg11": 16, "resnet20": 16}
 
 
 def conv_bn_relu(c_in, c_out, pool=1):
@@ -61,24 +60,19 @@ class ResidualBlock(nn.Module):
 
 
 class SplitNet(nn.Module):
-    def __init__(self, arch="vgg11", num_classes=10, width=None, cut=2, bottleneck=8, channels=None):
+    def __init__(self, arch="vgg11", num_classes=10, width=16, cut=2, bottleneck=8, channels=None):
         super().__init__()
         if arch not in UNITS:
             raise ValueError(f"--arch {arch}: unknown network; use one of {', '.join(UNITS)}.")
         plan = UNITS[arch]
-        width = width or DEFAULT_WIDTH[arch]
         if not 1 <= cut < len(plan):
             raise ValueError(f"--cut {cut}: {arch} has {len(plan)} units; cut after 1 to {len(plan) - 1}.")
         if width < 1 or bottleneck < 0:
-            raise ValueError(
-                f"--width {width}, --bottleneck {bottleneck}: use at least 1 and at least 0 channels."
-            )
+            raise ValueError(f"--width {width}, --bottleneck {bottleneck}: use at least 1 and 0 channels.")
         counts = [multiple * width for multiple, _ in plan]
         if channels is not None:
             if len(channels) != cut:
-                raise ValueError(
-                    f"channels lists {len(channels)} counts for an encoder of {cut} units: give one a unit."
-                )
+                raise ValueError(f"channels: {len(channels)} counts for {cut} units; give each unit one.")
             counts[:cut] = channels
         self.config = dict(
             arch=arch, num_classes=num_classes, width=width, cut=cut, bottleneck=bottleneck, channels=channels
