@@ -62,11 +62,12 @@ SMALL_BATCH = ("batch_size=32,memory=0", "batch_size=32,memory=32", "batch_size=
 # as documented the SNR gate shuts the loss off, so that the other parts can change something without it only
 PARTS = ("", "+cross_attention", "+per_dim_gate", "+slot_mass", "+class_gate")
 DOCUMENTED = ("mode=documented", *(f"mode=documented,off=snr_gate{part}" for part in PARTS))
-CONCLUDED, BESIDE = ("mode=documented",), (0.1, 0.25, 0.35)  # three seeds, and noise alone at these σ too
+# three seeds of these, and of noise alone at these σ
+CONCLUDED, BESIDE = ("mode=documented", "mode=documented,variance=trace"), (0.1, 0.25, 0.35)
 ABLATIONS = {
     "gmm": ("clusters=1", "clusters=8", "covariance=full"),
     "cluster": ("clusters=1", "clusters=8", "variance=trace", "batch_size=32", "batch_size=512"),
-    "gated": ("mode=adversarial", "mode=documented", "variance=trace", *SMALL_BATCH),
+    "gated": ("mode=adversarial", *CONCLUDED, "variance=trace", *SMALL_BATCH),
     "slot": ("slots=2", "slots=16", *SMALL_BATCH, *DOCUMENTED),
 }
 TINY = f"--dataset tiny-imagenet-180 --image-size 32 --lr 0.1 --label-smoothing 0.1 {BF16}"
