@@ -202,7 +202,7 @@ def report(root=ROOT):
         fill(root / "RESULTS.md", name, f"\n{body}\n")
     readmes = [page for page in (root.parent / "README.md", root.parent / "README.zh.md") if page.exists()]
     for page in (root / "RESULTS.md", *readmes):
-        fill_prose(page, cells["cifar"])
+        fill_prose(page, cells["cifar"] + cells["datasets"])
     for page in readmes:
         fill_readme(page, *(cells[preset] for preset in ("cifar", "shapes", "again")))
     pictures.equal_accuracy(cells["cifar"], root, "readme", PICTURED, 6)
