@@ -51,14 +51,13 @@ ATTACKERS = {
     "size2x48": SMALL_ATTACK,
     "epochs20": "--attack-size 4x64 --attack-epochs 20",
     "size8x64": "--attack-size 8x64 --attack-epochs 20",  # the paper's
-    "looks10": f"{ATTACK} --looks 10",
+    "looks10": f"{SMALL_ATTACK} --looks 10",
 }
 BF16 = "--precision bfloat16"  # 1.8 times the speed at width 32
 RECIPE = f"--dataset cifar10 --lr 0.1 --label-smoothing 0.1 {BF16}"
 # two epochs, with the base's label smoothing
 HARDEN = f"--epochs 2 --lr 0.01 --warmup 0 --label-smoothing 0.1 {BF16}"
 SMALL = f"{RECIPE} --width 16"
-SMALL_BATCH = ("batch_size=32,memory=0", "batch_size=32,memory=32", "batch_size=512")
 # as documented the SNR gate shuts the loss off, so that the other parts can change something without it only
 PARTS = ("", "+cross_attention", "+per_dim_gate", "+slot_mass", "+class_gate")
 DOCUMENTED = ("mode=documented", *(f"mode=documented,off=snr_gate{part}" for part in PARTS))
@@ -66,15 +65,17 @@ DOCUMENTED = ("mode=documented", *(f"mode=documented,off=snr_gate{part}" for par
 CONCLUDED, BESIDE = ("mode=documented", "mode=documented,variance=trace"), (0.1, 0.25, 0.35)
 ABLATIONS = {
     "gmm": ("clusters=1", "clusters=8", "covariance=full"),
-    "cluster": ("clusters=1", "clusters=8", "variance=trace", "batch_size=32", "batch_size=512"),
-    "gated": ("mode=adversarial", *CONCLUDED, "variance=trace", *SMALL_BATCH),
-    "slot": ("slots=2", "slots=16", *SMALL_BATCH, *DOCUMENTED),
+    "cluster": ("clusters=1", "clusters=8", "variance=trace"),
+    "gated": ("mode=adversarial", *CONCLUDED, "variance=trace"),
+    "slot": ("slots=2", "slots=16", *DOCUMENTED),
 }
 TINY = f"--dataset tiny-imagenet-180 --image-size 32 --lr 0.1 --label-smoothing 0.1 {BF16}"
 FACES = "--dataset orl-faces --image-size 64 --cut 3 --batch-size 96 --epochs 120 --attack-epochs 300"
 # attacked in tier 3
 STRONGER = ("none", "slot_image", "direct", "direct+slot_image", "noise_arl", "noise_arl+direct")
-ELSEWHERE = [name for name in METHODS if name != "released" and "+" not in name]  # on those images
+SCRATCH = [name for name in METHODS if name not in ("none", "released", "direct+cluster", "direct+slot_image")]
+ELSEWHERE = [name for name in METHODS if name != "released" and "+" not in name]  # on Tiny ImageNet
+OF_FACES = ("none", "cluster", "gated", "direct", "noise_arl")
 
 
 def choose_lambda(val_accuracy, noise_alone, cost=0.015):
@@ -144,7 +145,7 @@ def cifar():
         pair = [(f"{name}-strength{strength:g}", alone), (f"{name}+{best}", f"{alone} {plugged_in}")]
         if name == "patrol":
             found |= grid("scratch-", scratch, [*points(["none"], FEW), *pair])
-            found |= grid("scratch-", scratch, points(noises=FEW), [0])
+            found |= grid("scratch-", scratch, points(SCRATCH), [0])
         else:
             found |= grid("tier2-", harden, pair[name in METHODS :])
     for family, how in ATTACKERS.items():
@@ -159,6 +160,12 @@ def cifar():
             changed = [(f"{method}-{change}", flags + words) for _, flags in points([method])]
             found |= grid("tier4-", small, changed, SEEDS if change in CONCLUDED else [0])
     found |= grid("tier4-", small, points(["none"], BESIDE))
+    for size in (32, 512):
+        batched = points(("none", "cluster", "gated", "slot"), FEW[:2])
+        if size == 32:  # where gated and slot remember samples of a class unless told not to
+            forgetful = {"gated-memory=0": "gated", "slot-memory=0": "slot"}
+            batched += [(name, f"{points([m])[0][1]} --memory 0") for name, m in forgetful.items()]
+        found |= grid(f"tier4batch{size}-", lambda n: f"{small(n)} --batch-size {size}", batched, [0])
     for cut in (1, 3):
         behind = [(name, f"{flags} --cut {cut}") for name, flags in points(("none", "cluster"), FEW[:2])]
         found |= grid(f"tier4cut{cut}-", scratch, behind, [0])
@@ -168,7 +175,8 @@ def cifar():
 def datasets():
     """Tier 5: 180 classes of Tiny ImageNet, made smaller, hardened; and the faces, from scratch."""
     tiny, faces = lambda n: harden(n, "tiny", SMALL_ATTACK), lambda n: f"{FACES} --seed {n}"
-    return grid("tiny-", tiny, points(ELSEWHERE)) | grid("faces-", faces, points(ELSEWHERE))
+    found = grid("tiny-", tiny, points(ELSEWHERE, FEW[:2]))
+    return found | grid("faces-", faces, points(OF_FACES, FEW[:2]))
 
 
 PRESETS = {grid.__name__: grid for grid in (shapes, again, bases, cifar, datasets)}

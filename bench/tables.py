@@ -121,8 +121,11 @@ FAMILIES = {
     "tier3size2x48": "a smaller decoder than tier 1 has",
     "tier3epochs20": "the decoder of tier 1, trained twice as long",
     "tier3size8x64": "the paper's decoder, trained twice as long",
-    "tier3looks10": "the decoder of tier 1, which averages ten transmissions of a picture",
+    "tier3looks10": "that smaller decoder, which averages ten transmissions of a picture",
     "tier4": "networks of width 16, hardened, against a decoder of 2x48",
+    "tier4batch32": "the same in batches of 32 images, noise alone too; gated and slot remember 32 samples of a\n"
+    "class where a row does not say otherwise",
+    "tier4batch512": "the same in batches of 512",
     "tier4cut1": "trained from scratch with one unit on the device, against a decoder of 4x64",
     "tier4cut3": "the same with three",
     "tiny": "180 classes of Tiny ImageNet at 32x32, networks of width 16, hardened",
