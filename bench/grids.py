@@ -4,9 +4,9 @@ A name is [FAMILY-]METHOD[-SETTING]-seedN; a family has its own cells of noise a
 for tier2, which stands beside tier1's. Two flags are filled in where a cell is run: --dataset NAME
 is the folder NAME of --data if there is one, --init BASE/NAME is the network NAME of the grid `bases`.
 
-How λ is chosen. The λ of every method stand below: three (of the best pair one), around the 1.5 points of
-validation accuracy that the rule asks for, guessed from runs of seed 0 before these cells were run. All tiers
-but the first have room for one of them alone, the middle one. In the first table a method stands at the λ
+How λ is chosen. Three λ of every method stand below, around the 1.5 points of validation accuracy that the
+rule asks for, guessed from runs of seed 0 before these cells were run. All tiers but the first have room for
+one of them alone, the middle one. In the first table a method stands at the λ
 that `choose_lambda` takes from its validation accuracies, once all three are run with three seeds. A test
 compares POINTS with that.
 """
@@ -19,7 +19,7 @@ from harness.options import DEFAULTS, OF_THE_ATTACK, OF_THE_BASE, OF_THE_PLACE, 
 
 SEEDS = (0, 1, 2)
 RELEASED, ON_IMAGE = "cluster --form released --clusters 5", "slot --mode image"
-ARL = "--defense noise_arl --strength 0.6"
+ARL = "--defense noise_arl --strength {0}"
 # how a method is varied: what, its flags, its values in tier 1
 METHODS = {
     "none": ("sigma", "--sigma {0}", (0.1, 0.15, 0.2, 0.25, 0.3)),
@@ -32,8 +32,8 @@ METHODS = {
     "direct": ("lambda", "--surrogate direct --lambd {0}", (0.4, 0.8, 1.6)),
     "direct+cluster": ("lambda", "--surrogate direct+cluster --lambd {0}+{0}", (0.1, 0.2, 0.3)),
     "direct+slot_image": ("lambda", f"--surrogate direct+{ON_IMAGE} --lambd {{0}}+{{0}}", (0.2, 0.4, 0.8)),
-    "noise_arl": ("strength", "--defense noise_arl --strength {0}", (0.3, 0.6, 1.2)),
-    "noise_arl+direct": ("lambda", f"{ARL} --surrogate direct --lambd {{0}}", (0.8,)),
+    "noise_arl": ("strength", ARL, (0.3, 0.6, 1.2)),
+    "noise_arl+direct": ("strength", f"{ARL} --surrogate direct --lambd 0.8", (0.3, 0.6, 1.2)),
 }
 MIDDLE = {name: values[len(values) // 2] for name, (_, _, values) in METHODS.items()}
 POINTS = MIDDLE | {}  # and what the rule takes instead
