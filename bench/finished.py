@@ -28,9 +28,7 @@ def read_cell(path):
         needed = {k: r[k] for k in ("accuracy", "val_accuracy")} | {"mse": common("mse", best)}
         if not all(0 <= v < math.inf for v in needed.values() if v is not None or r["attacks"]):
             raise ValueError("a figure is no number")
-        minutes = (r["seconds"]["train"] + r["seconds"]["attack"]) / 60
-        more = {"ssim": common("ssim", best), "minutes": minutes}
-        return r | {"figures": {**needed, **each, **r["leakage"], **more}}
+        return r | {"figures": {**needed, **each, **r["leakage"], "ssim": common("ssim", best)}}
 
     return read_ours(path, read)
 

@@ -65,6 +65,16 @@ def mean_points(by_seed):
     return found
 
 
+def points_at(by_seed, accuracy):
+    """{seed: {"": point}}: each seed's curve at its {seed: accuracy}, without the seeds that do not reach it."""
+    found = {}
+    for seed, points in same_settings(by_seed).items():
+        curve, x = front(points.values()), accuracy.get(seed, math.nan)
+        if curve and curve[0][0] <= x <= curve[-1][0]:
+            found[seed] = {"": (x, math.exp(interpolate(curve, x)))}
+    return found
+
+
 def gain_interval(a_by_seed, b_by_seed, through=None):
     """{seed: {setting: point}} of both -> (geometric mean of the seeds' gains, low, high, n).
 

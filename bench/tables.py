@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench import pictures
 from bench.finished import ROOT, in_words, line, load_cells, read_cell, select, speed_rows
-from bench.gain import gain_interval
+from bench.gain import gain_interval, points_at
 from bench.grids import METHODS, POINTS, PRESETS, cifar, points
 from harness.files import UserError, read_ours, say, write
 from harness.options import OF_THE_PLACE
@@ -20,7 +20,7 @@ from harness.options import OF_THE_PLACE
 COLUMNS = {"accuracy %": ("accuracy", 100, 2), "attacker's MSE (test)": ("mse", 1, 4), "SSIM": ("ssim", 1, 3),
            "leakage, bits ≤": ("bits", 1, 0), "dFIL": ("dfil", 1, 2)}  # fmt: skip
 COST = {"cost of a step": ("cost", 1, 2)}
-CHOICE = {"validation accuracy %": ("val_accuracy", 100, 2), "minutes": ("minutes", 1, 0)}
+CHOICE = {"validation accuracy %": ("val_accuracy", 100, 2)}
 EACH = {f"MSE of {name}": (name, 1, 4) for name in ("decoder", "gan", "whitebox")}
 NOISE_OF = {"tier2": "tier1"}  # the family whose noise alone a family stands beside, where it has none itself
 CHOSEN = [tuple(name.split("-")) for name, _ in points(noises=METHODS["none"][2], at=POINTS)]
@@ -31,6 +31,15 @@ MAIN += [tuple(name.split("-")[:3]) for name in cifar() if re.fullmatch(TIER2, n
 LEFT_OUT = {"sigma0.15", "sigma0.25", "sigma0.3", "released"}
 SHORT = [key for key in MAIN if key[0] == "tier1" and not LEFT_OUT & {*key}]
 PICTURED = ("none", "gmm", "direct", "noise_arl+direct")
+
+
+# figures of a cell of which more is more private
+MSE, FEWER_BITS = lambda figures: figures["mse"], lambda figures: 1 / figures["bits"]
+COSTS = (0.5, 1, 1.5, 2, 2.5)  # points of test accuracy below noise alone at σ = 0.1
+GAINS = "**Gain at equal cost.** The gain over noise alone where a method has cost so many points of accuracy,\n"
+GAINS += "read off its curve: between its settings log MSE is linear in accuracy."
+BITS = "**Bits at equal cost.** The bound on bits, divided by that of noise alone at the same accuracy. Below 1:\n"
+BITS += "tighter than noise."
 
 
 def markdown(header, rows):
@@ -84,12 +93,31 @@ def table(found, more, over=(), rows=(), columns=COLUMNS, families=""):
     return markdown(["method", *columns, *gains, "n"], lines)
 
 
+def by_cost(found, _):
+    """Tier 1: the gain of every method where it costs as much accuracy, and its bits over those of noise."""
+    found, blocks = select(found, family="tier1"), []
+    for figure, words in ((MSE, GAINS), (FEWER_BITS, BITS)):
+        noise, rows = line(select(found, method="none"), figure), []
+        start = {seed: points["sigma0.1"][0] for seed, points in noise.items() if "sigma0.1" in points}
+        for method in list(METHODS)[1:]:
+            own = line(select(found, method=method), figure)
+            row = [in_words(method)]
+            for cost in COSTS:
+                there = points_at(own, {seed: accuracy - cost / 100 for seed, accuracy in start.items()})
+                sides = (there, noise) if figure is MSE else (noise, there)
+                row.append(show_gain(*sides, len(own)))
+            rows += [row] if own else []
+        heads = [f"{cost:g}" for cost in COSTS]
+        blocks += [words, markdown(["points of accuracy given up:", *heads], rows)] if rows else []
+    return "\n\n".join(blocks)
+
+
 JPEG = "This CIFAR-10 was re-saved as JPEG: its figures compare with each other, not with a paper's."
 POINT, SETTING = {"more": COST, "over": ["none", "gmm"], "rows": MAIN}, {"more": CHOICE, "over": ["none"]}
 SECTIONS = [
     ("cifar", "tier[12]|scratch", "CIFAR-10: each method against more noise",
      f"Networks of width 32, hardened; of width 16 where a row says *from scratch*. {JPEG}",
-     POINT, pictures.curves, pictures.attackers, pictures.equal_accuracy),
+     POINT, by_cost, pictures.curves, pictures.attackers, pictures.equal_accuracy),
     ("cifar", "tier[12]", "CIFAR-10: every setting",
      f"Gains are at the setting's own accuracy. {JPEG}", SETTING),
     ("cifar", "scratch", "CIFAR-10: trained from scratch", JPEG, SETTING),
@@ -147,7 +175,7 @@ def fill_prose(page, found):
     has another setting than the first table. With `bits` for `gain` it is B's leakage divided by A's at equal
     accuracy; with `in FAMILY` it is another family's, with `of seed N` that of one seed."""
     text = read_ours(page, lambda page: page.read_text(encoding="utf-8"))
-    of = {"gain": lambda figures: figures["mse"], "bits": lambda figures: 1 / figures["bits"]}
+    of = {"gain": MSE, "bits": FEWER_BITS}
 
     def fill_in(m):
         mark, what, a, b, family, seed = m.groups(default="")

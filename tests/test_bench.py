@@ -86,6 +86,15 @@ def test_a_gain_through_a_third_curve_needs_no_common_accuracy():
     assert gain.gain_interval(a, {0: {"q": (0.9, 1.0)}, 1: b[1]}, noise)[3] == 1  # noise never has 90 %
 
 
+def test_a_curve_at_an_accuracy_is_read_between_its_settings():
+    curves = {0: curve(2, [0.5, 0.8]), 1: curve(3, [0.5, 0.6]), 2: curve(1, [0.5, 0.9])}
+    curves = {seed: {str(i): p for i, p in enumerate(points.values())} for seed, points in curves.items()}
+    curves[0]["2"] = 0.7, 0.001  # worse than the others, and no other seed has it
+    found = gain.points_at(curves, {0: 0.7, 1: 0.7, 3: 0.7})  # seed 1 does not reach it, 2 has none wanted
+    assert found == {0: {"": (0.7, pytest.approx(2 * math.exp(-2.1), rel=1e-9))}}
+    assert gain.points_at({}, {0: 0.7}) == gain.points_at({0: {}}, {0: 0.7}) == {}
+
+
 def test_only_equal_settings_are_averaged():
     by_seed = {
         0: {"x": (0.6, 0.01), "y": (0.5, 0.04)},
@@ -147,7 +156,7 @@ def test_every_cell_is_a_command_that_train_takes(preset):
 def test_what_the_grids_hold():
     shapes, bases, cifar = (dict(grids.cells(p)) for p in ("shapes", "bases", "cifar"))
     tier1 = [grids.settings(f) for name, f in cifar.items() if name.startswith("tier1")]
-    assert len(shapes) == 19 and len(bases) == 9 and len(tier1) == 3 * (5 + 11 * 3)
+    assert len(shapes) == 19 and len(bases) == 9 and len(tier1) == 3 * (5 + 11 * 3 + 1)
     attacked = {(s["epochs"], s["attack_epochs"], *s["attack_size"]) for s in tier1}
     assert attacked == {(2, 10, 4, 64)}  # all alike
     patrol = [f for name, f in cifar.items() if "patrol" in name]
@@ -327,7 +336,6 @@ BROKEN = {
     "another strongest": lambda r: {**r, "strongest": "nobody"},
     "a data set that is a number": lambda r: {**r, "config": {**r["config"], "dataset": 5}},
     "no settings": lambda r: {**r, "config": 5},
-    "times missing": lambda r: {**r, "seconds": {}},
 }
 
 
@@ -446,6 +454,28 @@ def test_the_cifar_table_has_the_gain_of_the_point_that_the_rule_takes(root):
     assert rows["dropout strength 0.1"][-3] == "2.50"
     assert table_in(root, "CIFAR-10: every setting")["tier2 dropout strength0.1"][-2] == "2.50"
     assert all(word in section(root, "CIFAR-10: each") for word in ("JPEG", "figures/curves.png"))
+
+
+def test_what_each_method_gives_at_equal_cost(root):
+    """Against oracles: curves exponential in accuracy, c times as high in error and k times in bits."""
+    mse, bits = lambda a: 0.1 * math.exp(-3 * a), lambda a: 9 * math.exp(5 * a)
+    for seed, (c, k) in enumerate([(1.2, 0.9), (1.3, 0.8), (1.4, 0.7)]):
+        start = 0.8 + seed / 100
+        for sigma, a in ((0.1, start), (0.2, start - 0.05)):
+            put(root, "cifar", f"tier1-none-sigma{sigma}-seed{seed}", accuracy=a, mse=mse(a), bits=bits(a))
+        for value, a in ((LOW, start - 0.009), (HIGH, start - 0.03 + 0.008 * (seed == 0))):
+            figures = {"accuracy": a, "mse": c * mse(a), "bits": k * bits(a)}
+            put(root, "cifar", f"tier1-gmm-lambda{value:g}-seed{seed}", **figures)
+    tables.report(root)
+    text = section(root, "CIFAR-10: each")
+    gains, of_bits = [line.split(" | ")[1:] for line in text.splitlines() if line.startswith("| gmm |")]
+    middle, log = math.prod((1.2, 1.3, 1.4)) ** (1 / 3), [math.log(c) for c in (1.2, 1.3, 1.4)]
+    half = 4.303 * statistics.stdev(log) / math.sqrt(3)
+    interval = f"{middle:.2f} ({middle * math.exp(-half):.2f} to {middle * math.exp(half):.2f})"
+    # half a point is before the curves begin, 2.5 behind the end of one of them
+    assert gains == ["–", interval, interval, interval, f"{math.sqrt(1.3 * 1.4):.2f} [2 of 3 seeds] |"]
+    assert of_bits[0] == "–" and of_bits[1].startswith(f"{math.prod((0.9, 0.8, 0.7)) ** (1 / 3):.2f} (")
+    assert of_bits[-1] == f"{math.sqrt(0.8 * 0.7):.2f} [2 of 3 seeds] |"
 
 
 def test_the_strongest_attacker_is_the_one_chosen_on_the_stop_images(root):
