@@ -280,7 +280,7 @@ def write_results(folder, stem, results, pictures, splits):
 
 
 def attack_again(argv):
-    """A trained run attacked again, with flags of the attack group, the rest as trained."""
+    """A trained run attacked again, with --attack, --attack-epochs, --attack-size or --looks of its own."""
     if set(argv) & {"-h", "--help"}:
         make_parser().parse_args(["--help"])
     if not argv or argv[0].startswith("-"):
@@ -294,7 +294,7 @@ def attack_again(argv):
     fixed = changed - {*OF_THE_ATTACK, "device", "data_dir"}
     if fixed:
         flag = f"--{min(fixed).replace('_', '-')}"
-        raise UserError(f"{flag}: fixed when the run was trained; give attack flags only.")
+        raise UserError(f"{flag}: belongs to training; give --attack, --attack-epochs, --attack-size or --looks.")
     new = {name: getattr(asked, name) for name in {*changed, "device"}}
     new |= {} if state["config"]["attack"] else {"attack": asked.attack}
     args = argparse.Namespace(**(state["config"] | new))

@@ -17,10 +17,10 @@ The gradient stash [A §3.3 step 5]. L_D is the task's loss and the defence's ow
     (iii) θ ← θ − η (g_D + λ·r(η)·γ·g_CEL)         r(η) = min(1, η_ref/η)
     (iv)  the server gets g_D only; the surrogate's own parameters get γ·g_CEL
 
-Back-propagating L_D + λ·L_CEL gives the same step, since L_CEL does not depend on the server. Kept apart, the
-two gradients can be clipped, averaged, weighed and guarded against NaN each on its own.
+Back-propagating L_D + λ·r(η)·γ·L_CEL gives encoder and server the same step, as L_CEL does not depend on the
+server. Kept apart, the two gradients can be clipped, averaged, weighed and guarded against NaN on their own.
 λ weighs privacy against accuracy, r(η) holds the regulariser back while the learning rate is high, γ is the
-loss scale [A §4.5]; γ = 0 in the warm-up, but not for the surrogate's own parameters, which are fitted there.
+loss scale [A §4.5]; γ = 0 in the warm-up, but not for the surrogate's own parameters: theirs is constant.
 `stash_params` does this to the letter. `stash_at_cut` lets the two gradients meet at z
 and goes through the encoder once: back-propagation is linear in the gradient at z, so the step is the same,
 and it is what a split deployment does, where the server returns ∂L_D/∂z' and the rest is the client's.
@@ -72,7 +72,7 @@ def cel_gradient(z_cut, losses, weights, own_scale, clip=0.0):
     """Step (i), stopped at z. Returns g_z = Σ weight·∂L_CEL/∂z, and 1 if all of it is finite, else 0.
 
     `losses` is [(L_CEL, its surrogate)], `weights` their λ·r·γ. The surrogates' own parameters get
-    own_scale·g_CEL in .grad. `clip` is the longest ‖∂L_CEL/∂z‖, 0 for no limit. A gradient with NaN or Inf in
+    own_scale·g_CEL as their .grad, in the place of what is there. `clip` is the longest ‖∂L_CEL/∂z‖, 0 for no limit. A gradient with NaN or Inf in
     it counts as zero.
     """
     total, all_finite = torch.zeros_like(z_cut), z_cut.new_ones(())
@@ -97,7 +97,8 @@ def stash_params(z, z_cut, loss_d, g_z, encoder, encoder_terms=(), average=None,
     """As documented: L_CEL and L_D pass through the encoder one after the other.
 
     decay > 0: what is put aside is an exponential average over the steps ([A §7.2] momentum decay), kept in
-    the list `average`. At the cut there is none: the rows of two batches are different images.
+    the list `average`. It begins at 0, so L_CEL comes in over some 1/(1 − decay) steps. At the cut there is
+    none: the rows of two batches are different images.
     """
     params = [p for p in encoder.parameters() if p.requires_grad]
     # (i) λ·r·γ·g_CEL, put aside
@@ -148,7 +149,7 @@ def leakage_bits(z_fit, y_fit, z_test, sigma, generator=None):
         return z + sigma * n, (n.square().sum(1) - D) / 2
 
     order = torch.randperm(len(z_fit), generator=generator).to(z_fit.device)
-    n_choose = min(MAX_CHOOSE, len(order) // 5)
+    n_choose = max(1, min(MAX_CHOOSE, len(order) // 5))
     choose, rest = order[:n_choose], order[n_choose:]
     sent, of_noise = transmit(z_fit[choose])
     candidates = SHRINKAGE if y_fit.max() < MAX_CLASSES else SHRINKAGE[:1]

@@ -115,7 +115,7 @@ class ClusterCEL(nn.Module):
     def refresh(self, z_all, y_all, num_samples=None, generator=None):
         """Stage 2 [A §3.4]: K-means of each class over z_all [N, D], y_all [N], from its old centres if any.
 
-        A class not among them keeps what it has. num_samples: N, if z_all is a part of the training set."""
+        A class not among them keeps what it has. num_samples: N of all classes, if z_all is a part of them."""
         z, ok = usable_rows(self, z_all, y_all)
         with torch.autocast(z.device.type, enabled=False):
             for c in y_all[ok].unique():
@@ -203,14 +203,14 @@ def usable_rows(cel, z, y):
 
 
 def set_stats(cel, loss, remedy, figures):
-    """cel.stats, and one warning when the first 100 training calls contributed nothing."""
+    """cel.stats, and one warning if 100 training calls (behind a delay, if any) contributed nothing."""
     cel.stats = {"loss": loss.detach(), **figures}
     if cel.training and not torch.compiler.is_compiling():
         calls, active = getattr(cel, "heard", (0, 0))
         cel.heard = calls + 1, active + (loss.detach() > 0) * (figures["skipped"] < 1)
-        if calls == 99 and cel.heard[1] == 0:
-            why = remedy if figures["skipped"] > 0.99 else "its threshold was never exceeded, lower it"
-            warnings.warn(f"{type(cel).__name__} was 0 in its first 100 calls: {why}.", stacklevel=4)
+        if calls == 99 + getattr(cel, "delay", 0) and cel.heard[1] == 0:
+            why = remedy if figures["skipped"] > 0.99 else "z is the same for all, or below the threshold"
+            warnings.warn(f"{type(cel).__name__} was 0 in its first {calls + 1} calls: {why}.")
 
 
 def never_half(fn):

@@ -172,14 +172,14 @@ def usable_rows(cel, z, y):
 
 
 def set_stats(cel, loss, remedy, figures):
-    """cel.stats, and one warning when the first 100 training calls contributed nothing."""
+    """cel.stats, and one warning if 100 training calls (behind a delay, if any) contributed nothing."""
     cel.stats = {"loss": loss.detach(), **figures}
     if cel.training and not torch.compiler.is_compiling():
         calls, active = getattr(cel, "heard", (0, 0))
         cel.heard = calls + 1, active + (loss.detach() > 0) * (figures["skipped"] < 1)
-        if calls == 99 and cel.heard[1] == 0:
-            why = remedy if figures["skipped"] > 0.99 else "its threshold was never exceeded, lower it"
-            warnings.warn(f"{type(cel).__name__} was 0 in its first 100 calls: {why}.", stacklevel=4)
+        if calls == 99 + getattr(cel, "delay", 0) and cel.heard[1] == 0:
+            why = remedy if figures["skipped"] > 0.99 else "z is the same for all, or below the threshold"
+            warnings.warn(f"{type(cel).__name__} was 0 in its first {calls + 1} calls: {why}.")
 
 
 def never_half(fn):

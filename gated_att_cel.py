@@ -45,7 +45,7 @@ from torch import nn
 
 MODES, VARIANCES = ("fit", "adversarial", "documented"), ("per_dim", "trace")
 MIN_HIDDEN, MAX_HIDDEN = 64, 512  # h = min(512, max(64, D/4)), [D]
-MIN_TAU = 1e-8  # of a dimension, [B]
+MIN_TAU = 1e-8  # the least τ of a dimension, [B]
 MAX_LOGIT = 1.0  # of |α'| in "adversarial"
 
 
@@ -223,14 +223,14 @@ def usable_rows(cel, z, y):
 
 
 def set_stats(cel, loss, remedy, figures):
-    """cel.stats, and one warning when the first 100 training calls contributed nothing."""
+    """cel.stats, and one warning if 100 training calls (behind a delay, if any) contributed nothing."""
     cel.stats = {"loss": loss.detach(), **figures}
     if cel.training and not torch.compiler.is_compiling():
         calls, active = getattr(cel, "heard", (0, 0))
         cel.heard = calls + 1, active + (loss.detach() > 0) * (figures["skipped"] < 1)
-        if calls == 99 and cel.heard[1] == 0:
-            why = remedy if figures["skipped"] > 0.99 else "its threshold was never exceeded, lower it"
-            warnings.warn(f"{type(cel).__name__} was 0 in its first 100 calls: {why}.", stacklevel=4)
+        if calls == 99 + getattr(cel, "delay", 0) and cel.heard[1] == 0:
+            why = remedy if figures["skipped"] > 0.99 else "z is the same for all, or below the threshold"
+            warnings.warn(f"{type(cel).__name__} was 0 in its first {calls + 1} calls: {why}.")
 
 
 def never_half(fn):

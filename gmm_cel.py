@@ -16,7 +16,7 @@ it; between refreshes it is an estimate. covariance="diag" keeps the diagonal of
     L_C    of the new Σ and π, which stay if the module is in training mode
 
 B batch, C classes, D features, K components per class, J = C·K, n_j members of j in the batch, N training
-samples, s = update_scale (the paper 1, its released code 10).
+samples, s = update_scale (the paper 1, its released code 10). π_j is the old one in a_j, else the new one.
 
 The value is L_C; in its gradient Δ_j has the weight n_j/(π_j B) in the place of a_j: ∂L/∂z = (Σ_j + σ²I)⁻¹
 (z − μ_j) / B, an unbiased estimate of the gradient over all N samples, so that λ does not depend on N and s.
@@ -34,7 +34,7 @@ for, if it is a part of them. A class without a finite sample in z_all keeps its
 Differs from the documents in: a mixture for each class, not one of all features; that weight; no threshold:
 L_C has no hinge, and stats["above_tau"] compares with VAR_THRESHOLD·σ² to be comparable with other losses.
 Left out, with gradient 0: rows with NaN or Inf, and classes that no refresh has seen. In the update of π, B
-counts the others, so that Σπ stays 1.
+counts only the rows that are not left out, so that Σπ stays 1.
 """
 
 import warnings
@@ -221,14 +221,14 @@ def usable_rows(cel, z, y):
 
 
 def set_stats(cel, loss, remedy, figures):
-    """cel.stats, and one warning when the first 100 training calls contributed nothing."""
+    """cel.stats, and one warning if 100 training calls (behind a delay, if any) contributed nothing."""
     cel.stats = {"loss": loss.detach(), **figures}
     if cel.training and not torch.compiler.is_compiling():
         calls, active = getattr(cel, "heard", (0, 0))
         cel.heard = calls + 1, active + (loss.detach() > 0) * (figures["skipped"] < 1)
-        if calls == 99 and cel.heard[1] == 0:
-            why = remedy if figures["skipped"] > 0.99 else "its threshold was never exceeded, lower it"
-            warnings.warn(f"{type(cel).__name__} was 0 in its first 100 calls: {why}.", stacklevel=4)
+        if calls == 99 + getattr(cel, "delay", 0) and cel.heard[1] == 0:
+            why = remedy if figures["skipped"] > 0.99 else "z is the same for all, or below the threshold"
+            warnings.warn(f"{type(cel).__name__} was 0 in its first {calls + 1} calls: {why}.")
 
 
 def never_half(fn):

@@ -107,8 +107,8 @@ class SlotCrossCEL(nn.Module):
             mixture, on, batch = self.mode == "mixture", self.on, (z, y, ok)
             z, old, mask, beta = self.by_class(*batch)  # [G, H, n, D], [G, H, m, D], [G, H, N], M/B [G, H]
             # t_m = E LayerNorm(z_m)
-            x = torch.cat([z.detach() if mixture else z, old], 2)  # [G, H, N, D]
-            t = F.layer_norm(x, (self.dim,)) @ self.E.T  # [G, H, N, d_s]
+            both = torch.cat([z.detach() if mixture else z, old], 2)  # [G, H, N, D]
+            t = F.layer_norm(both, (self.dim,)) @ self.E.T  # [G, H, N, d_s]
             # 1. slots = μ + exp(log σ) ⊙ N(0, I), then T rounds of attention
             slots = self.slot_attention(t, mask)  # [G, H, S, d_s]
             # 2. y = t + tanh(α_attn) CrossAttn(t, slots);  y = y + tanh(α_ffn) FFN(LN(y))
@@ -119,7 +119,7 @@ class SlotCrossCEL(nn.Module):
             #    mass_s = Σ_m r_ms;  μ_s = Σ_m r_ms y_m / mass_s;  σ_s² = Σ_m r_ms (y_m − μ_s)² / mass_s
             share, mass_M = weights(r, mask)  # r_ms / mass_s [G, H, S, N], mass_s / M [G, H, S]
             if mixture:
-                var, mass_M, nll = self.cross_fit(z, x, mask, share, mass_M)  # var [G, H, S, D], nll [G, H]
+                var, mass_M, nll = self.cross_fit(z, both, mask, share, mass_M)  # var [G, H, S, D], nll [G, H]
             else:
                 mean = share @ y  # [G, H, S, d_s]
                 var = (share @ y.square() - mean.square()).relu()
@@ -324,14 +324,14 @@ def usable_rows(cel, z, y):
 
 
 def set_stats(cel, loss, remedy, figures):
-    """cel.stats, and one warning when the first 100 training calls contributed nothing."""
+    """cel.stats, and one warning if 100 training calls (behind a delay, if any) contributed nothing."""
     cel.stats = {"loss": loss.detach(), **figures}
     if cel.training and not torch.compiler.is_compiling():
         calls, active = getattr(cel, "heard", (0, 0))
         cel.heard = calls + 1, active + (loss.detach() > 0) * (figures["skipped"] < 1)
-        if calls == 99 and cel.heard[1] == 0:
-            why = remedy if figures["skipped"] > 0.99 else "its threshold was never exceeded, lower it"
-            warnings.warn(f"{type(cel).__name__} was 0 in its first 100 calls: {why}.", stacklevel=4)
+        if calls == 99 + getattr(cel, "delay", 0) and cel.heard[1] == 0:
+            why = remedy if figures["skipped"] > 0.99 else "z is the same for all, or below the threshold"
+            warnings.warn(f"{type(cel).__name__} was 0 in its first {calls + 1} calls: {why}.")
 
 
 def never_half(fn):

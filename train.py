@@ -50,7 +50,7 @@ def learning_rate(args, done):
 
 
 def loss_scale(args, epoch):
-    # γ: 0 in the warm-up, then up to --scale in RAMP epochs; with --init from the first step
+    # γ: 0 in the warm-up, then up to --scale in RAMP epochs; with --init all of it from the first step
     rise = 1.0 if args.init else min(1.0, (epoch - args.warmup + 1) / RAMP)
     return args.scale * rise if epoch >= args.warmup else 0.0
 
@@ -132,7 +132,7 @@ class Run:
             self.optimizer.step()
             if self.cel_optimizer:
                 self.cel_optimizer.step()
-            defense.after_step(x, sent.detach())
+            defense.after_step(x, sent)
 
             # what the log tells, without waiting for the device
             cel = sum((loss.detach() for loss, _ in losses), torch.zeros_like(loss_d))
@@ -211,7 +211,7 @@ class Run:
                 self.refresh()
             row["val_accuracy"] = accuracy(self.net, self.victim, self.splits.val)
             if self.cels and self.epoch in (0, args.epochs - 1):  # what spread.png shows
-                self.spread.append(monitor.spread_per_class(self.victim, self.splits.val))
+                self.spread.append(monitor.spread_per_class(self.victim, self.splits.val, args.pool))
             row["seconds"] = time.perf_counter() - start
             self.log.append(row)
             self.seconds += row["seconds"]

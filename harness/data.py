@@ -84,8 +84,7 @@ def batches(images, batch_size, device="cpu", order=None):
     """One epoch as (x float32 [B, 3, H, W], y [B]), cropped and flipped, in random order or in `order`,
     without the last short batch."""
     order = torch.randperm(len(images)) if order is None else order
-    end = len(order) - len(order) % batch_size if len(order) >= batch_size else len(order)
-    for start in range(0, end, batch_size):
+    for start in range(0, len(order) - len(order) % batch_size, batch_size):
         index = order[start : start + batch_size]
         yield to_float(crop_and_flip(images.x[index]).to(device)), images.y[index].to(device)
 

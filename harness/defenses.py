@@ -218,7 +218,6 @@ class Combined(Defense):
     def __init__(self, parts):
         nn.Module.__init__(self)
         self.parts, self.stats = nn.ModuleList(parts), {}
-        self.extra_cut = max(part.extra_cut for part in parts)
         for part in parts:
             part.stats = self.stats
 

@@ -35,9 +35,12 @@ class Victim:
         return out
 
     def send(self, z, looks=1):
-        """z' = wire(z + n), fresh noise on every call; the mean of `looks` transmissions."""
-        sent = sum(self.wire(cem.channel(z, self.sigma) if self.sigma else z) for _ in range(looks))
-        return sent / looks if looks > 1 else sent
+        """z' = wire(z + n), fresh noise on every call; of several `looks` the mean of what was not dropped."""
+        total, arrived = 0, 0
+        for _ in range(looks):
+            sent = self.wire(cem.channel(z, self.sigma) if self.sigma else z)
+            total, arrived = total + sent, arrived + (sent != 0)
+        return total / arrived.clamp(min=1)
 
 
 def state_hash(module):

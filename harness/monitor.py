@@ -4,6 +4,7 @@ training.png has the curves, spread.png the spread per class and dimension and Ï
 """
 
 import torch
+import torch.nn.functional as F
 
 from harness.files import say, write
 from harness.parts import tau_of
@@ -51,9 +52,11 @@ def defense_figures(row, defense):
 
 
 @torch.no_grad()
-def spread_per_class(victim, images):
-    """Variance of z within each class of two images or more, in each dimension -> [classes, D] on the CPU."""
-    z, y = victim.features(images.x).flatten(1).cpu(), images.y
+def spread_per_class(victim, images, pool=0):
+    """Variance of z, pooled as the surrogates see it, within each class of two images or more, in each
+    dimension -> [classes, D] on the CPU."""
+    z, y = victim.features(images.x), images.y
+    z = (F.adaptive_avg_pool2d(z, pool) if pool else z).flatten(1).cpu()
     several = [c for c in y.unique() if (y == c).sum() > 1]
     return torch.stack([z[y == c].var(0) for c in several]) if several else z[:0]
 

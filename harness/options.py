@@ -148,7 +148,7 @@ def make_parser():
     add("--sigma", type=sigma, default=0.1, help="standard deviation of the channel noise")
     add("--lambd", type=numbers, help="λ, weight of the surrogate's gradient, one for each joined by + (default: its own)")
     add("--scale", type=number(0), help="γ, the loss scale (default: the surrogate's own)")
-    add("--warmup", type=count(0), help="epochs that only fit the surrogate (default: its own, at most a fifth of all; with --init 0)")
+    add("--warmup", type=count(0), help="epochs that only fit the surrogate (default: its own, at most a fifth of all, of gmm and cluster at least 1; with --init 0)")
     add("--eta-ref", type=number(0), default=0.0, help="r(η) = min(1, this/η) holds λ back at high learning rates; the paper: 1e-3; 0: off")
     add("--clip", type=number(0), default=0.0, help="longest ‖∂L_CEL/∂z‖ of a step; 0: no limit")
     add("--momentum-decay", type=number(0, 0.9999), default=0.0, help="exponential average of the encoder's g_CEL; needs --stash params")
@@ -157,7 +157,7 @@ def make_parser():
     add("--refresh-every", type=count(), default=1, help="epochs between refreshes of gmm's and cluster's statistics")
     add = p.add_argument_group("a surrogate's own (default: as in its file)").add_argument
     add("--var-threshold", type=positive, help="τ = this·σ² per dimension: spread below it is not penalised")
-    add("--floor", type=positive, help="g0 = this·σ² inside both logs, per dimension")
+    add("--floor", type=positive, help="ε = this·σ² inside both logs, per dimension")
     add("--clusters", type=count(), help="K of gmm and cluster")
     add("--form", choices=("log", "lin", "released"), help="cluster: log hinge, plain variance, or the released code's loss")
     add("--variance", choices=("per_dim", "trace"), help="cluster, gated: a hinge per dimension, or one on their sum")
@@ -257,10 +257,14 @@ def inherit(args, given):
 
 def check_surrogates(args):
     chosen = args.surrogate
+    ignored = {"slot": ("var_threshold", "floor") if args.mode == "image" else (),
+               "cluster": ("variance", "floor") if args.form == "released" else ()}  # fmt: skip
     for name in sorted({name for flags in FLAGS.values() for name in flags}):
         takers = [surrogate for surrogate, flags in FLAGS.items() if name in flags]
-        if getattr(args, name) is not None and not set(takers) & set(chosen):
+        acts = [taker for taker in takers if taker in chosen and name not in ignored.get(taker, ())]
+        if getattr(args, name) is not None and not acts:
             takes = " and ".join(takers) + (" takes it" if len(takers) == 1 else " take it")
+            takes += ", but not with this --mode or --form" if set(takers) & set(chosen) else ""
             raise UserError(f"--{name.replace('_', '-')}: only {takes}; leave it out.")
     for name in set(chosen) & set(MODES):
         if args.mode is not None and args.mode not in MODES[name]:

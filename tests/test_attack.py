@@ -102,12 +102,22 @@ def test_the_mean_of_many_looks_has_less_noise(looks):
     assert abs(noise.mean()) < 4 * noise.std() / noise.numel() ** 0.5
 
 
+def test_many_looks_see_through_a_wire_that_drops():
+    """What a look dropped, an exact 0, says nothing: the mean is of the looks that arrived."""
+    torch.manual_seed(0)
+    z = torch.rand(50, 3, 8, 8) + 0.1
+    victim = evaluation.Victim(torch.nn.Identity(), 0.0, lambda z: z * (torch.rand_like(z) < 0.5))
+    seen = victim.send(z, 3)
+    assert torch.allclose(seen[seen != 0], z[seen != 0])
+    assert (seen == 0).float().mean().item() == pytest.approx(0.5**3, abs=0.02)
+
+
 def test_the_wire_acts_behind_the_noise_and_on_every_look():
-    victim = small_victim(0.2, wire=lambda z: (z > 0).float())
+    victim = small_victim(0.2, wire=lambda z: 1.0 + (z > 0))
     sent = victim.send(torch.zeros(50, 3, 8, 8))
-    assert set(sent.unique().tolist()) == {0.0, 1.0} and sent.mean().item() == pytest.approx(0.5, abs=0.03)
+    assert set(sent.unique().tolist()) == {1.0, 2.0} and sent.mean().item() == pytest.approx(1.5, abs=0.03)
     sent = victim.send(torch.zeros(50, 3, 8, 8), 4)
-    assert set(sent.unique().tolist()) == {0.0, 0.25, 0.5, 0.75, 1.0}
+    assert set(sent.unique().tolist()) == {1.0, 1.25, 1.5, 1.75, 2.0}
 
 
 def test_features_are_the_encoder_in_eval_mode_whatever_the_batch(monkeypatch):

@@ -243,7 +243,7 @@ def test_batches_are_floats_in_0_1():
 def test_batches_leave_out_the_last_short_one_only():
     images = Images(torch.zeros(10, 3, 8, 8, dtype=torch.uint8), torch.arange(10))
     sizes = lambda batch: [len(y) for _, y in batches(images, batch)]
-    assert sizes(4) == [4, 4] and sizes(5) == [5, 5] and sizes(16) == [10]  # fewer than a batch: all of them
+    assert sizes(4) == [4, 4] and sizes(5) == [5, 5] and sizes(16) == []
 
 
 def test_a_batch_is_its_images_in_the_given_order_cropped_and_flipped():

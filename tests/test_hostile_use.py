@@ -404,10 +404,10 @@ WRONG_ATTACK = {
     "two runs": (lambda run: [run, run], "unrecognized arguments", "see --help"),
     "unknown attacker": (lambda run: [run, "--attack", "luck"], "--attack: luck", "decoder, gan"),
     "no epochs": (lambda run: [run, "--attack-epochs", "0"], "--attack-epochs: 0", "at least 1"),
-    "flag of the training": (lambda run: [run, "--sigma", "1"], "--sigma: fixed when the run was trained", "attack flags only"),
-    "flag of the training, with =": (lambda run: [run, "--lr=1"], "--lr: fixed when the run was trained", "attack flags only"),
-    "another folder": (lambda run: [run, "--name", "elsewhere"], "--name: fixed", "attack flags only"),
-    "images that were not kept": (lambda run: [run, "--attacker-data", "aux"], "--attacker-data: fixed", "attack flags only"),
+    "flag of the training": (lambda run: [run, "--sigma", "1"], "--sigma: belongs to training", "--looks"),
+    "flag of the training, with =": (lambda run: [run, "--lr=1"], "--lr: belongs to training", "--looks"),
+    "another folder": (lambda run: [run, "--name", "elsewhere"], "--name: belongs to training", "--looks"),
+    "images that were not kept": (lambda run: [run, "--attacker-data", "aux"], "--attacker-data: belongs to training", "--looks"),
     "no such device": (lambda run: [run, "--device", "cuda:99"], "--device cuda:99", "use cpu or auto"),
 }
 # fmt: on

@@ -84,6 +84,8 @@ WRONG = {
     "--surrogate gated --epochs 3 --warmup 3": ("--epochs 3", "would never act"),
     "--surrogate gmm --epochs 1": ("--epochs 1", "would never act"),
     "--surrogate gated --slots 4": ("--slots", "only slot takes it"),
+    "--surrogate cluster --form released --floor 1": ("--floor", "not with this --mode or --form"),
+    "--surrogate slot --mode image --var-threshold 1": ("--var-threshold", "not with this --mode or --form"),
     "--clusters 4": ("--clusters", "only gmm and cluster take it"),
     "--surrogate gated --mode image": ("--mode image", "fit, adversarial, documented"),
     "--surrogate slot --mode fit": ("--mode fit", "mixture, documented, image"),
