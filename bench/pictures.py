@@ -91,12 +91,12 @@ def equal_accuracy(found, root, name="equal_accuracy", methods=METHODS, columns=
         runs = [r for r in runs if r["config"]["seed"] == 0 and seeds(r) >= seeds(noise[0])]
         for r in sorted(runs, key=lambda r: abs(r["accuracy"] - noise[0]["accuracy"]))[:1]:
             over_noise = gain([(r["accuracy"], r["figures"]["mse"])], curve)
-            figures = f"{100 * r['accuracy']:.1f} % right\nMSE {r['figures']['mse']:.4f}"
+            figures = f"accuracy {100 * r['accuracy']:.1f} %\nMSE {r['figures']['mse']:.4f}"
             figures += f"\ngain {over_noise:.2f}" if over_noise and method != "none" else ""
             label = f"{in_words(method)}\n{in_words(r['setting'])}\n{figures}"
             rows.append((label, root / f"cells/cifar/{r['name']}.png", r))
     drawn = stack_rows(root / f"figures/{name}.png", rows, columns)
-    words = "Originals; noise alone; each method at its setting nearest in accuracy; seed 0"
+    words = f"Originals; noise alone, σ = {MIDDLE['none']:g}; each method at its setting of the nearest accuracy; seed 0"
     return f"![{words}](figures/{name}.png)" if drawn else ""
 
 
@@ -116,5 +116,5 @@ def attackers(found, root):
     words = "operations of the decoder's training (a multiply-add counts two)"
     axis = {"xscale": "log", "xlabel": words, "ylabel": "decoder's MSE, test images (log scale)"}
     draw_lines(root / "figures/attackers.png", lines, **axis)
-    found = "from left 2x48 and 4x64, ten epochs, 4x64 and 8x64, twenty; where a point is missing it was not run"
-    return f"![The decoder's error against the {words}, seed 0; {found}](figures/attackers.png)"
+    points = "Points from the left: 2x48 and 4x64, ten epochs; 4x64 and 8x64, twenty"
+    return f"![The attacker's error against what its training cost, seed 0. {points}](figures/attackers.png)"

@@ -81,7 +81,8 @@ def table(found, more, over=(), rows=(), columns=COLUMNS, families=""):
     for key in [key for key in rows or keys if key in keys and re.match(families, key[0])]:
         family, method, setting = key
         results = select(found, family=family, method=method, setting=setting)
-        name = [in_words(method), in_words(setting), "from scratch" * (family == "scratch")] if rows else key
+        name = [family * (not rows), in_words(method), in_words(setting)]
+        name += ["from scratch"] * (bool(rows) and family == "scratch")
         row = [" ".join(filter(None, name)), *figures(results, columns)]
         of = {name: line(standing(found, family, name)) for name in ("none", *over)}
         for other in over:

@@ -349,7 +349,7 @@ def test_a_damaged_cell_is_one_sentence_and_nothing_else_breaks(how, root, capsy
     (said,) = capsys.readouterr().out.splitlines()
     assert str(path) in said and good.exists()
     tables.report(root)
-    assert "| none | 90.00 | 0.0200 |" in (root / "RESULTS.md").read_text()
+    assert "| noise alone | 90.00 | 0.0200 |" in (root / "RESULTS.md").read_text()
 
 
 def test_a_missing_figure_is_a_dash_and_copies_are_not_ours(root, capsys):
@@ -419,7 +419,7 @@ def test_the_shapes_table_has_mean_and_deviation_over_seeds_and_the_cost_of_a_st
     rows = table_in(root, "Drawn images")
     assert rows["gated"] == ["90.00 ± 0.00", "0.0200 ± 0.0100", "0.500 ± 0.000", "100 ± 0", "3.00 ± 0.00",
                              "1.23", "3"]  # fmt: skip
-    assert rows["none"] == ["90.00", "0.0200", "0.500", "100", "3.00", "1.00", "1"]
+    assert rows["noise alone"] == ["90.00", "0.0200", "0.500", "100", "3.00", "1.00", "1"]
     assert "| gated / plain | 1.23 |" in section(root, "Speed")
 
 
@@ -429,10 +429,10 @@ def test_gain_of_a_setting_is_at_its_own_accuracy_in_its_own_family(root):
     put(root, "cifar", f"tier1-gated-lambda{POINTS['gated']:g}-seed0", accuracy=0.7)
     tables.report(root)
     rows = table_in(root, "CIFAR-10: every setting")
-    assert rows[f"tier1 gmm lambda{MIDDLE:g}"][-2:] == ["1.50", "1"]
+    assert rows[f"tier1 gmm lambda {MIDDLE:g}"][-2:] == ["1.50", "1"]
     # noise alone does not reach gated's accuracy
-    assert rows[f"tier1 gated lambda{POINTS['gated']:g}"][-2] == "–"
-    assert rows["tier1 none sigma0.1"][-2] == "1" and "JPEG" in section(root, "CIFAR-10: every setting")
+    assert rows[f"tier1 gated lambda {POINTS['gated']:g}"][-2] == "–"
+    assert rows["tier1 noise alone sigma 0.1"][-2] == "1" and "JPEG" in section(root, "CIFAR-10: every setting")
 
 
 def test_the_cifar_table_has_the_gain_of_the_point_that_the_rule_takes(root):
@@ -452,7 +452,7 @@ def test_the_cifar_table_has_the_gain_of_the_point_that_the_rule_takes(root):
     assert rows["noise alone sigma 0.1"][-3:] == ["1", "–", "3"] and f"gmm lambda {HIGH:g}" not in rows
     # tier 2 stands beside the noise of tier 1, in both tables
     assert rows["dropout strength 0.1"][-3] == "2.50"
-    assert table_in(root, "CIFAR-10: every setting")["tier2 dropout strength0.1"][-2] == "2.50"
+    assert table_in(root, "CIFAR-10: every setting")["tier2 dropout strength 0.1"][-2] == "2.50"
     assert all(word in section(root, "CIFAR-10: each") for word in ("JPEG", "figures/curves.png"))
 
 
