@@ -94,20 +94,23 @@ def table(found, more, over=(), rows=(), columns=COLUMNS, families=""):
     return markdown(["method", *columns, *gains, "n"], lines)
 
 
+def at_cost(found, method, cost, figure):
+    """A method's curve of tier 1 where it has cost so many points of accuracy; of noise alone all of it."""
+    curve = line(select(found, family="tier1", method=method), figure)
+    start = select(found, family="tier1", method="none", setting="sigma0.1")
+    there = {r["config"]["seed"]: r["accuracy"] - float(cost) / 100 for r in start}
+    return curve if method == "none" else points_at(curve, there)
+
+
 def by_cost(found, _):
     """Tier 1: the gain of every method where it costs as much accuracy, and its bits over those of noise."""
-    found, blocks = select(found, family="tier1"), []
+    blocks, runs = [], lambda method: len(line(select(found, family="tier1", method=method)))
     for figure, words in ((MSE, GAINS), (FEWER_BITS, BITS)):
-        noise, rows = line(select(found, method="none"), figure), []
-        start = {seed: points["sigma0.1"][0] for seed, points in noise.items() if "sigma0.1" in points}
-        for method in list(METHODS)[1:]:
-            own = line(select(found, method=method), figure)
-            row = [in_words(method)]
-            for cost in COSTS:
-                there = points_at(own, {seed: accuracy - cost / 100 for seed, accuracy in start.items()})
-                sides = (there, noise) if figure is MSE else (noise, there)
-                row.append(show_gain(*sides, len(own)))
-            rows += [row] if own else []
+        rows = []
+        for method in filter(runs, list(METHODS)[1:]):
+            sides = [(at_cost(found, method, c, figure), at_cost(found, "none", c, figure)) for c in COSTS]
+            sides = sides if figure is MSE else [side[::-1] for side in sides]
+            rows.append([in_words(method), *(show_gain(*side, runs(method)) for side in sides)])
         heads = [f"{cost:g}" for cost in COSTS]
         blocks += [words, markdown(["points of accuracy given up:", *heads], rows)] if rows else []
     return "\n\n".join(blocks)
@@ -174,23 +177,27 @@ def fill(page, name, body):
 def fill_prose(page, found):
     """Numbers in prose. **...**<!-- gain A over B --> becomes what tier 1 has, with its interval; A@SETTING
     has another setting than the first table. With `bits` for `gain` it is B's leakage divided by A's at equal
-    accuracy; with `in FAMILY` it is another family's, with `of seed N` that of one seed."""
+    accuracy; with `in FAMILY` it is another family's, with `of seed N` that of one seed, with `at COST` that of
+    their curves where they have cost so many points of accuracy."""
     text = read_ours(page, lambda page: page.read_text(encoding="utf-8"))
     of = {"gain": MSE, "bits": FEWER_BITS}
 
     def fill_in(m):
-        mark, what, a, b, family, seed = m.groups(default="")
+        mark, what, a, b, family, cost, seed = m.groups(default="")
         runs = [r for r in found if seed in ("", str(r["config"]["seed"]))]
 
         def side(words):
             method, _, setting = ("none" if words == "noise" else words).partition("@")
+            if cost:
+                return at_cost(runs, method, cost, of[what])
             one = {"family": family or "tier1", "method": method}
             return line(select(runs, setting=setting, **one) if setting else standing(runs, **one), of[what])
 
-        own, through = side(a), None if b == "noise" else side("noise")
-        return f"**{show_gain(own, side(b), len(own), through)}**<!-- {mark} -->"
+        own, through = side(a), None if cost or b == "noise" else side("noise")
+        seeds = {r["config"]["seed"] for r in select(runs, family="tier1", method=a)} if cost else own
+        return f"**{show_gain(own, side(b), len(seeds), through)}**<!-- {mark} -->"
 
-    marked = r"((gain|bits) (\S+) over (\S+)(?: in (\S+))?(?: of seed (\d+))?)"
+    marked = r"((gain|bits) (\S+) over (\S+)(?: in (\S+))?(?: at ([\d.]+))?(?: of seed (\d+))?)"
     write(page, re.sub(rf"\*\*[^*]*\*\*<!-- {marked} -->", fill_in, text))
 
 
