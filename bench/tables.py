@@ -28,7 +28,7 @@ CHOSEN = [tuple(name.split("-")) for name, _ in points(noises=METHODS["none"][2]
 MAIN = [("tier1", *point) for point in CHOSEN]
 TIER2 = r"tier2-.*-seed0|scratch-patrol.*-seed0"
 MAIN += [tuple(name.split("-")[:3]) for name in cifar() if re.fullmatch(TIER2, name)]
-LEFT_OUT = {"sigma0.15", "sigma0.25", "sigma0.3", "released"}
+LEFT_OUT = {"sigma0.15", "sigma0.25", "sigma0.3", "released", "direct+slot_image"}
 SHORT = [key for key in MAIN if key[0] == "tier1" and not LEFT_OUT & {*key}]
 PICTURED = ("none", "gmm", "direct", "noise_arl+direct")
 
@@ -194,8 +194,8 @@ def fill_prose(page, found):
             return line(select(runs, setting=setting, **one) if setting else standing(runs, **one), of[what])
 
         own, through = side(a), None if cost or b == "noise" else side("noise")
-        seeds = {r["config"]["seed"] for r in select(runs, family="tier1", method=a)} if cost else own
-        return f"**{show_gain(own, side(b), len(seeds), through)}**<!-- {mark} -->"
+        of_seeds = line(select(runs, family="tier1", method=b if a == "noise" else a)) if cost else own
+        return f"**{show_gain(own, side(b), len(of_seeds), through)}**<!-- {mark} -->"
 
     marked = r"((gain|bits) (\S+) over (\S+)(?: in (\S+))?(?: at ([\d.]+))?(?: of seed (\d+))?)"
     write(page, re.sub(rf"\*\*[^*]*\*\*<!-- {marked} -->", fill_in, text))
