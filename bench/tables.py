@@ -178,7 +178,8 @@ def fill_prose(page, found):
     """Numbers in prose. **...**<!-- gain A over B --> becomes what tier 1 has, with its interval; A@SETTING
     has another setting than the first table. With `bits` for `gain` it is B's leakage divided by A's at equal
     accuracy; with `in FAMILY` it is another family's, with `of seed N` that of one seed, with `at COST` that of
-    their curves where they have cost so many points of accuracy."""
+    their curves where they have cost so many points of accuracy. `cost A@SETTING`: points of accuracy below
+    noise alone at σ = 0.1, a mean over the seeds."""
     text = read_ours(page, lambda page: page.read_text(encoding="utf-8"))
     of = {"gain": MSE, "bits": FEWER_BITS}
 
@@ -197,6 +198,15 @@ def fill_prose(page, found):
         of_seeds = line(select(runs, family="tier1", method=b if a == "noise" else a)) if cost else own
         return f"**{show_gain(own, side(b), len(of_seeds), through)}**<!-- {mark} -->"
 
+    def fill_cost(m):
+        method, _, setting = m[2].partition("@")
+        of = [line(select(found, family="tier1", method=name, setting=at)) for name, at in
+              ((method, setting), ("none", "sigma0.1"))]  # fmt: skip
+        own, start = ({seed: points[0] for seed, r in runs.items() for points in r.values()} for runs in of)
+        given_up = [100 * (start[seed] - own[seed]) for seed in own if seed in start]
+        return f"**{statistics.fmean(given_up):.1f}**<!-- {m[1]} -->" if given_up else m[0]
+
+    text = re.sub(r"\*\*[^*]*\*\*<!-- (cost (\S+)) -->", fill_cost, text)
     marked = r"((gain|bits) (\S+) over (\S+)(?: in (\S+))?(?: at ([\d.]+))?(?: of seed (\d+))?)"
     write(page, re.sub(rf"\*\*[^*]*\*\*<!-- {marked} -->", fill_in, text))
 

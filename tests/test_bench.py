@@ -470,6 +470,7 @@ def test_what_each_method_gives_at_equal_cost(root):
                 value = {LOW: 0.8, HIGH: 1.6}[value]
                 put(root, "cifar", f"tier1-direct-lambda{value}-seed{seed}", **figures | {"mse": 2 * mse(a)})
     marks = ["gain gmm over noise at 1.5", "gain direct over gmm at 2", "gain gmm over direct at 0.5"]
+    marks += [f"cost gmm@lambda{LOW:g}", "cost gmm@lambda9"]  # and one that was not run
     (root / "RESULTS.md").open("a").write("".join(f"**x**<!-- {mark} -->\n" for mark in marks))
     tables.report(root)
     text = section(root, "CIFAR-10: each")
@@ -481,7 +482,7 @@ def test_what_each_method_gives_at_equal_cost(root):
     assert gains == ["–", interval, interval, interval, f"{math.sqrt(1.3 * 1.4):.2f} [2 of 3 seeds] |"]
     assert of_bits[0] == "–" and of_bits[1].startswith(f"{math.prod((0.9, 0.8, 0.7)) ** (1 / 3):.2f} (")
     assert of_bits[-1] == f"{math.sqrt(0.8 * 0.7):.2f} [2 of 3 seeds] |"
-    prose = (interval, f"{2 / math.sqrt(1.2 * 1.3):.2f}", "–")
+    prose = (interval, f"{2 / math.sqrt(1.2 * 1.3):.2f}", "–", "0.9", "x")
     end = "".join(f"**{number}**<!-- {mark} -->\n" for number, mark in zip(prose, marks))
     assert (root / "RESULTS.md").read_text().endswith(end)
 
