@@ -156,7 +156,7 @@ def test_every_cell_is_a_command_that_train_takes(preset):
 def test_what_the_grids_hold():
     shapes, bases, cifar = (dict(grids.cells(p)) for p in ("shapes", "bases", "cifar"))
     tier1 = [grids.settings(f) for name, f in cifar.items() if name.startswith("tier1")]
-    assert len(shapes) == 19 and len(bases) == 9 and len(tier1) == 3 * (5 + 11 * 3 + 1 + 2)
+    assert len(shapes) == 19 and len(bases) == 9 and len(tier1) == 3 * (5 + 11 * 3 + 1 + 1 + 2)
     attacked = {(s["epochs"], s["attack_epochs"], *s["attack_size"]) for s in tier1}
     assert attacked == {(2, 10, 4, 64)}  # all alike
     patrol = [f for name, f in cifar.items() if "patrol" in name]
