@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent
 
 def in_words(name):
     """What a table or a picture calls a method or a setting: "noise alone", "sigma 0.2"."""
-    return "noise alone" if name == "none" else re.sub(r"(?<=[a-z])(?=\d)", " ", name)
+    return "noise alone" if name == "none" else re.sub(r"(?<=[a-z])(?=\d)", " ", name).replace(",", ", ")
 
 
 def read_cell(path):

@@ -5,8 +5,8 @@ for tier2, which stands beside tier1's. Two flags are filled in where a cell is 
 is the folder NAME of --data if there is one, --init BASE/NAME is the network NAME of the grid `bases`.
 
 How λ is chosen. Three λ of every method stand below, around the 1.5 points of validation accuracy that the
-rule asks for, guessed from runs of seed 0 before these cells were run; `direct` 0.1 and Noise-ARL 0.45 came
-later, where their curves had a gap. All tiers but the first have room for one λ alone, the middle one. In the
+rule asks for, guessed from runs of seed 0 before these cells were run; `direct` 0.1, Noise-ARL 0.45 and all
+of Noise-ARL with `direct` but (0.6, 0.8) came later, where curves had a gap. All tiers but the first have room for one λ alone, the middle one. In the
 first table a method stands at the λ that `choose_lambda` takes from its validation accuracies, once all are
 run with three seeds. A test compares POINTS with that.
 """
@@ -33,13 +33,12 @@ METHODS = {
     "direct+cluster": ("lambda", "--surrogate direct+cluster --lambd {0}+{0}", (0.1, 0.2, 0.3)),
     "direct+slot_image": ("lambda", f"--surrogate direct+{ON_IMAGE} --lambd {{0}}+{{0}}", (0.2, 0.4, 0.8)),
     "noise_arl": ("strength", ARL, (0.3, 0.45, 0.6, 1.2)),
-    "noise_arl+direct": ("strength", f"{ARL} --surrogate direct --lambd 0.8", (0.3, 0.6, 1.2)),
+    "noise_arl+direct": ("strength,lambda", f"{ARL} --surrogate direct --lambd {{1}}",
+                         ((0.3, 0.1), (0.3, 0.3), (0.3, 0.8), (0.6, 0.8), (1.2, 0.8))),
 }
-# the best pair costs more than the others at λ = 0.8: beside its curve two settings of smaller λ
-LIGHTER = [(f"noise_arl+direct-strength0.3,lambda{v}", f"{ARL.format(0.3)} --surrogate direct --lambd {v}")
-           for v in (0.1, 0.3)]  # fmt: skip
 MIDDLE = {name: values[len(values) // 2] for name, (_, _, values) in METHODS.items()}
-POINTS = MIDDLE | {"noise_arl+direct": 0.3}  # and what the rule takes instead
+MIDDLE |= {"noise_arl+direct": (0.6, 0.8)}  # the first that was run
+POINTS = MIDDLE | {"noise_arl+direct": (0.3, 0.1)}  # and what the rule takes instead
 NOISES = (0.1, 0.15, 0.2, 0.25)  # of noise alone, where the others have one point
 FEW = (0.1, 0.2, 0.3)  # where a network is trained from scratch
 AROUND = (0.15, 0.2, 0.25)  # and against stronger attackers: the accuracies of the others lie between
@@ -93,8 +92,10 @@ def choose_lambda(val_accuracy, noise_alone, cost=0.015):
 
 def vary(method, *values):
     """[(METHOD-SETTING, flags)] of a method at these values."""
-    knob, flags, *_ = METHODS[method]
-    return [(f"{method}-{knob}{v:g}", flags.format(f"{v:g}")) for v in values]
+    knobs, flags, *_ = METHODS[method]
+    numbers = [[f"{v:g}" for v in (value if isinstance(value, tuple) else (value,))] for value in values]
+    setting = lambda given: ",".join(knob + v for knob, v in zip(knobs.split(","), given))
+    return [(f"{method}-{setting(given)}", flags.format(*given)) for given in numbers]
 
 
 def points(methods=METHODS, noises=NOISES, at=MIDDLE):
@@ -141,7 +142,7 @@ def cifar():
     three seeds. Tier 3: one seed, one point a method, against stronger attackers. Tier 4: smaller networks
     hardened, one thing changed at a time; one seed but for what is CONCLUDED."""
     curves = [cell for method, (_, _, values) in METHODS.items() for cell in vary(method, *values)]
-    found = grid("tier1-", harden, points()) | grid("tier1-", harden, curves + LIGHTER)  # a point each first
+    found = grid("tier1-", harden, points()) | grid("tier1-", harden, curves)  # one point each comes first
     [(best, plugged_in)] = points([BEST])
     for name, strength in BASELINES.items():
         alone = f"--defense {name} --strength {strength:g}"

@@ -179,7 +179,7 @@ def fill_prose(page, found):
     has another setting than the first table. With `bits` for `gain` it is B's leakage divided by A's at equal
     accuracy; with `in FAMILY` it is another family's, with `of seed N` that of one seed, with `at COST` that of
     their curves where they have cost so many points of accuracy. `cost A@SETTING`: points of accuracy below
-    noise alone at σ = 0.1, a mean over the seeds."""
+    noise alone at σ = 0.1, mean ± standard deviation over the seeds."""
     text = read_ours(page, lambda page: page.read_text(encoding="utf-8"))
     of = {"gain": MSE, "bits": FEWER_BITS}
 
@@ -191,8 +191,9 @@ def fill_prose(page, found):
             method, _, setting = ("none" if words == "noise" else words).partition("@")
             if cost:
                 return at_cost(runs, method, cost, of[what])
-            one = {"family": family or "tier1", "method": method}
-            return line(select(runs, setting=setting, **one) if setting else standing(runs, **one), of[what])
+            there = [name for name in (family or "tier1", NOISE_OF.get(family)) if name]
+            set_so = [r for name in there for r in select(runs, method=method, setting=setting, family=name)]
+            return line(set_so if setting else standing(runs, family or "tier1", method), of[what])
 
         own, through = side(a), None if cost or b == "noise" else side("noise")
         of_seeds = line(select(runs, family="tier1", method=b if a == "noise" else a)) if cost else own
@@ -204,7 +205,8 @@ def fill_prose(page, found):
               ((method, setting), ("none", "sigma0.1"))]  # fmt: skip
         own, start = ({seed: points[0] for seed, r in runs.items() for points in r.values()} for runs in of)
         given_up = [100 * (start[seed] - own[seed]) for seed in own if seed in start]
-        return f"**{statistics.fmean(given_up):.1f}**<!-- {m[1]} -->" if given_up else m[0]
+        spread = f" ± {statistics.stdev(given_up):.1f}" if len(given_up) > 1 else ""
+        return f"**{statistics.fmean(given_up):.1f}{spread}**<!-- {m[1]} -->" if given_up else m[0]
 
     text = re.sub(r"\*\*[^*]*\*\*<!-- (cost (\S+)) -->", fill_cost, text)
     marked = r"((gain|bits) (\S+) over (\S+)(?: in (\S+))?(?: at ([\d.]+))?(?: of seed (\d+))?)"

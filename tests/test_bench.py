@@ -130,9 +130,10 @@ def test_points_are_what_the_rule_takes_from_the_finished_cells():
     found = finished.load_cells("cifar")
     mean = lambda cells: statistics.fmean(r["val_accuracy"] for r in cells)
     noise = finished.select(found, family="tier1", method="none", setting="sigma0.1")
-    for method, (knob, _, values) in grids.METHODS.items():
+    for method, (_, _, values) in grids.METHODS.items():
+        settings = {v: grids.vary(method, v)[0][0].partition("-")[2] for v in values}
         runs = {
-            v: finished.select(found, family="tier1", method=method, setting=f"{knob}{v:g}") for v in values
+            v: finished.select(found, family="tier1", method=method, setting=s) for v, s in settings.items()
         }
         if method != "none" and all(len(cells) == len(grids.SEEDS) for cells in (noise, *runs.values())):
             chosen = grids.choose_lambda({v: mean(cells) for v, cells in runs.items()}, mean(noise))
@@ -156,7 +157,7 @@ def test_every_cell_is_a_command_that_train_takes(preset):
 def test_what_the_grids_hold():
     shapes, bases, cifar = (dict(grids.cells(p)) for p in ("shapes", "bases", "cifar"))
     tier1 = [grids.settings(f) for name, f in cifar.items() if name.startswith("tier1")]
-    assert len(shapes) == 19 and len(bases) == 9 and len(tier1) == 3 * (5 + 11 * 3 + 1 + 1 + 2)
+    assert len(shapes) == 19 and len(bases) == 9 and len(tier1) == 3 * (5 + 11 * 3 + 1 + 1 + 2)  # direct, Noise-ARL and their pair have more than three
     attacked = {(s["epochs"], s["attack_epochs"], *s["attack_size"]) for s in tier1}
     assert attacked == {(2, 10, 4, 64)}  # all alike
     patrol = [f for name, f in cifar.items() if "patrol" in name]
@@ -482,7 +483,7 @@ def test_what_each_method_gives_at_equal_cost(root):
     assert gains == ["–", interval, interval, interval, f"{math.sqrt(1.3 * 1.4):.2f} [2 of 3 seeds] |"]
     assert of_bits[0] == "–" and of_bits[1].startswith(f"{math.prod((0.9, 0.8, 0.7)) ** (1 / 3):.2f} (")
     assert of_bits[-1] == f"{math.sqrt(0.8 * 0.7):.2f} [2 of 3 seeds] |"
-    prose = (interval, f"{2 / math.sqrt(1.2 * 1.3):.2f}", "–", "0.9", "x")
+    prose = (interval, f"{2 / math.sqrt(1.2 * 1.3):.2f}", "–", "0.9 ± 0.0", "x")
     end = "".join(f"**{number}**<!-- {mark} -->\n" for number, mark in zip(prose, marks))
     assert (root / "RESULTS.md").read_text().endswith(end)
 
