@@ -6,9 +6,9 @@ is the folder NAME of --data if there is one, --init BASE/NAME is the network NA
 
 How λ is chosen. Three λ of every method stand below, around the 1.5 points of validation accuracy that the
 rule asks for, guessed from runs of seed 0 before these cells were run; `direct` 0.1, Noise-ARL 0.45 and all
-of Noise-ARL with `direct` but (0.6, 0.8) came later, where curves had a gap. All tiers but the first have room for one λ alone, the middle one. In the
-first table a method stands at the λ that `choose_lambda` takes from its validation accuracies, once all are
-run with three seeds. A test compares POINTS with that.
+of Noise-ARL with `direct` but (0.6, 0.8) came later, where curves had a gap. All tiers but the first have
+room for one λ alone, the middle one. In the first table a method stands at the λ that `choose_lambda` takes
+from its validation accuracies, once all are run with three seeds. A test compares POINTS with that.
 """
 
 import re

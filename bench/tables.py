@@ -96,7 +96,8 @@ def table(found, more, over=(), rows=(), columns=COLUMNS, families=""):
 
 def at_cost(found, method, cost, figure):
     """A method's curve of tier 1 where it has cost so many points of accuracy; of noise alone all of it."""
-    curve = line(select(found, family="tier1", method=method), figure)
+    runs = select(found, family="tier1", method=method)
+    curve = line([r for r in runs if figure is MSE or (r["figures"]["bits"] or 0) > 0], figure)
     start = select(found, family="tier1", method="none", setting="sigma0.1")
     there = {r["config"]["seed"]: r["accuracy"] - float(cost) / 100 for r in start}
     return curve if method == "none" else points_at(curve, there)
