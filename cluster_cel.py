@@ -115,7 +115,7 @@ class ClusterCEL(nn.Module):
     def refresh(self, z_all, y_all, num_samples=None, generator=None):
         """Stage 2 [A §3.4]: K-means of each class over z_all [N, D], y_all [N], from its old centres if any.
 
-        A class not among them keeps what it has. num_samples: N of all classes, if z_all is a part of them."""
+        A class not among them keeps what it has. num_samples: N of all classes, if z_all is not all."""
         z, ok = usable_rows(self, z_all, y_all)
         with torch.autocast(z.device.type, enabled=False):
             for c in y_all[ok].unique():

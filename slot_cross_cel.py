@@ -119,7 +119,7 @@ class SlotCrossCEL(nn.Module):
             #    mass_s = Σ_m r_ms;  μ_s = Σ_m r_ms y_m / mass_s;  σ_s² = Σ_m r_ms (y_m − μ_s)² / mass_s
             share, mass_M = weights(r, mask)  # r_ms / mass_s [G, H, S, N], mass_s / M [G, H, S]
             if mixture:
-                var, mass_M, nll = self.cross_fit(z, both, mask, share, mass_M)  # var [G, H, S, D], nll [G, H]
+                var, mass_M, nll = self.cross_fit(z, both, mask, share, mass_M)  # [G, H, S, D], .., [G, H]
             else:
                 mean = share @ y  # [G, H, S, d_s]
                 var = (share @ y.square() - mean.square()).relu()
