@@ -38,7 +38,7 @@ METHODS = {
 }
 MIDDLE = {name: values[len(values) // 2] for name, (_, _, values) in METHODS.items()}
 MIDDLE |= {"noise_arl+direct": (0.6, 0.8)}  # the first that was run
-POINTS = MIDDLE | {"noise_arl+direct": (0.3, 0.1)}  # and what the rule takes instead
+POINTS = MIDDLE | {"noise_arl": 0.45, "noise_arl+direct": (0.3, 0.1)}  # and what the rule takes instead
 NOISES = (0.1, 0.15, 0.2, 0.25)  # of noise alone, where the others have one point
 FEW = (0.1, 0.2, 0.3)  # where a network is trained from scratch
 AROUND = (0.15, 0.2, 0.25)  # and against stronger attackers: the accuracies of the others lie between
