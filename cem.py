@@ -72,8 +72,8 @@ def cel_gradient(z_cut, losses, weights, own_scale, clip=0.0):
     """Step (i), stopped at z. Returns g_z = Σ weight·∂L_CEL/∂z, and 1 if all of it is finite, else 0.
 
     `losses` is [(L_CEL, its surrogate)], `weights` their λ·r·γ. The surrogates' own parameters get
-    own_scale·g_CEL as their .grad, in the place of what is there. `clip` is the longest ‖∂L_CEL/∂z‖, 0 for no limit. A gradient with NaN or Inf in
-    it counts as zero.
+    own_scale·g_CEL as .grad, in the place of what is there. `clip` is the longest ‖∂L_CEL/∂z‖, 0 for no
+    limit. A gradient with NaN or Inf in it counts as zero.
     """
     total, all_finite = torch.zeros_like(z_cut), z_cut.new_ones(())
     for (loss, surrogate), weight in zip(losses, weights):

@@ -166,9 +166,9 @@ def cifar():
     found |= grid("tier4-", small, points(["none"], BESIDE))
     for size in (32, 512):
         batched = points(("none", "cluster", "gated", "slot"), FEW[:2])
-        if size == 32:  # where gated and slot remember samples of a class unless told not to
-            forgetful = {"gated-memory=0": "gated", "slot-memory=0": "slot"}
-            batched += [(name, f"{points([m])[0][1]} --memory 0") for name, m in forgetful.items()]
+        # in batches of 32 gated and slot remember samples of a class unless told not to
+        for method in ("gated", "slot") if size == 32 else ():
+            batched += [(f"{method}-memory=0", f"{flags} --memory 0") for _, flags in points([method])]
         found |= grid(f"tier4batch{size}-", lambda n: f"{small(n)} --batch-size {size}", batched, [0])
     for cut in (1, 3):
         behind = [(name, f"{flags} --cut {cut}") for name, flags in points(("none", "cluster"), FEW[:2])]

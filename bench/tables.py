@@ -63,12 +63,13 @@ def show_gain(own, other, runs, through=None):
     return f"{mean:.2f}{interval}{f' [{n} of {runs} seeds]' if n < runs else ''}" if n else "–"
 
 
-def standing(found, family, method):
+def standing(found, family, method, setting=""):
     """What a family's gains are measured by: of noise alone the curve, of another method one point, in tier 1
-    that of POINTS. Tier 2 stands beside tier 1's."""
+    that of POINTS; or this setting. Tier 2 stands beside tier 1's."""
     for place in (family, NOISE_OF.get(family)):
         runs = select(found, family=place, method=method)
-        runs = [r for r in runs if place != "tier1" or (method, r["setting"]) in CHOSEN]
+        stands = lambda r: place != "tier1" or (method, r["setting"]) in CHOSEN
+        runs = [r for r in runs if (r["setting"] == setting if setting else stands(r))]
         if runs:
             break
     return runs
@@ -94,12 +95,17 @@ def table(found, more, over=(), rows=(), columns=COLUMNS, families=""):
     return markdown(["method", *columns, *gains, "n"], lines)
 
 
+def accuracies(found, method="none", setting="sigma0.1"):
+    """{seed: accuracy} of one setting of tier 1; costs are counted from noise alone at σ = 0.1."""
+    runs = select(found, family="tier1", method=method, setting=setting)
+    return {r["config"]["seed"]: r["accuracy"] for r in runs}
+
+
 def at_cost(found, method, cost, figure):
     """A method's curve of tier 1 where it has cost so many points of accuracy; of noise alone all of it."""
     runs = select(found, family="tier1", method=method)
     curve = line([r for r in runs if figure is MSE or (r["figures"]["bits"] or 0) > 0], figure)
-    start = select(found, family="tier1", method="none", setting="sigma0.1")
-    there = {r["config"]["seed"]: r["accuracy"] - float(cost) / 100 for r in start}
+    there = {seed: accuracy - float(cost) / 100 for seed, accuracy in accuracies(found).items()}
     return curve if method == "none" else points_at(curve, there)
 
 
@@ -107,9 +113,9 @@ def by_cost(found, _):
     """Tier 1: the gain of every method where it costs as much accuracy, and its bits over those of noise."""
     blocks, runs = [], lambda method: len(line(select(found, family="tier1", method=method)))
     for figure, words in ((MSE, GAINS), (FEWER_BITS, BITS)):
-        rows = []
+        rows, noise = [], at_cost(found, "none", 0, figure)
         for method in filter(runs, list(METHODS)[1:]):
-            sides = [(at_cost(found, method, c, figure), at_cost(found, "none", c, figure)) for c in COSTS]
+            sides = [(at_cost(found, method, cost, figure), noise) for cost in COSTS]
             sides = sides if figure is MSE else [side[::-1] for side in sides]
             rows.append([in_words(method), *(show_gain(*side, runs(method)) for side in sides)])
         heads = [f"{cost:g}" for cost in COSTS]
@@ -192,9 +198,7 @@ def fill_prose(page, found):
             method, _, setting = ("none" if words == "noise" else words).partition("@")
             if cost:
                 return at_cost(runs, method, cost, of[what])
-            there = [name for name in (family or "tier1", NOISE_OF.get(family)) if name]
-            set_so = [r for name in there for r in select(runs, method=method, setting=setting, family=name)]
-            return line(set_so if setting else standing(runs, family or "tier1", method), of[what])
+            return line(standing(runs, family or "tier1", method, setting), of[what])
 
         own, through = side(a), None if cost or b == "noise" else side("noise")
         of_seeds = line(select(runs, family="tier1", method=b if a == "noise" else a)) if cost else own
@@ -202,9 +206,7 @@ def fill_prose(page, found):
 
     def fill_cost(m):
         method, _, setting = m[2].partition("@")
-        of = [line(select(found, family="tier1", method=name, setting=at)) for name, at in
-              ((method, setting), ("none", "sigma0.1"))]  # fmt: skip
-        own, start = ({seed: points[0] for seed, r in runs.items() for points in r.values()} for runs in of)
+        own, start = accuracies(found, method, setting), accuracies(found)
         given_up = [100 * (start[seed] - own[seed]) for seed in own if seed in start]
         spread = f" ± {statistics.stdev(given_up):.1f}" if len(given_up) > 1 else ""
         return f"**{statistics.fmean(given_up):.1f}{spread}**<!-- {m[1]} -->" if given_up else m[0]

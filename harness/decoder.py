@@ -20,11 +20,11 @@ class Decoder(nn.Module):
     """[c, h, w] -> [3, H, H] in (0, 1): residual blocks at the features' size, then PixelShuffle doublings.
 
     What comes in is standardised channel by channel with the mean and deviation of what was sent: attackers
-    call `observe`, a defence's proxy does not. Otherwise a defence could hide z by making it small, which takes nothing from an attacker
-    who looks closely. Beside the convolutions a linear map of all of z' paints a coarse picture of at most
-    COARSE x COARSE cells: what a defence spreads thinly over the whole of z' is invisible to small windows
-    and plain to a linear attacker. 8 blocks of 64 channels are the paper's size (about 0.7 M parameters,
-    and 0.1 M for the coarse picture).
+    call `observe`, a defence's proxy does not. Otherwise a defence could hide z by making it small, which
+    takes nothing from an attacker who looks closely. Beside the convolutions a linear map of all of z' paints
+    a coarse picture of at most COARSE x COARSE cells: what a defence spreads thinly over the whole of z' is
+    invisible to small windows and plain to a linear attacker. 8 blocks of 64 channels are the paper's size
+    (about 0.7 M parameters, and 0.1 M for the coarse picture).
     """
 
     def __init__(self, shape, image_size, blocks=8, channels=64):
